@@ -208,8 +208,6 @@ FAULTS = {
          "np.append(self.shared, 0), ranks)",
          "rows that are no neighbors share what the first of them shares with the row before",
          "trainers/test_bin_packing.py"),
-    ],
-    "trainers/batching/row_splits.py": [
         ("host_mask.bool() | host_scored.bool()",
          "host_mask.bool()",
          "a column that is scored and masked is cut off", "trainers/test_row_splits.py"),

@@ -29,7 +29,7 @@ LISTED = {
     # Methods that pass on to TRL's.
     "trainers/signatures.py", "observe_loss.<locals>.in_step", "PaddingFreeMixin.compute_loss",
     # `trainer.padding`; the arguments by name, so that a trainer says where an unknown one belongs.
-    "PaddingFreeMixin._prepare_dataset", "PaddingFreeMixin.__init__", "SFTTrainer.__init__", "by_name",
+    "PaddingFreeMixin.__init__", "SFTTrainer.__init__", "by_name",
     "PaddingFreeMixin._init_owners", "Padding.__init__",
     "Task.__init__", "entered", "PaddingSide.__init__", "PaddingSide.acts", "PaddingSide._padding_side",
     "PaddingSide._collators", "tokenizer_of", "Part.__init__", "Part.check", "Part.around_init",

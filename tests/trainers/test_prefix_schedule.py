@@ -23,8 +23,8 @@ from trl_padfix.core.errors import PaddingRemovalError
 from trl_padfix.core.layout import shared_prefixes as planning
 from trl_padfix.core.layout.build import prefix_sharing_layout
 from trl_padfix.core.remove import attach_runner_patch
+from trl_padfix.trainers.batching.bin_packing import RowSplitter
 from trl_padfix.trainers.batching.prefix_schedule import ChunkRunner, PrefixSchedule, sharing_obstacle
-from trl_padfix.trainers.batching.row_splits import RowSplitter
 from trl_padfix.trainers.batching.sub_batches import SubBatches
 
 

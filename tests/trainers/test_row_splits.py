@@ -14,7 +14,7 @@ from kit.cells import slow_but
 from kit.observe import entered_tokens
 
 import trl_padfix
-from trl_padfix.trainers.batching.row_splits import RowSplitter
+from trl_padfix.trainers.batching.bin_packing import RowSplitter
 from trl_padfix.trainers.data.batch_rows import find_images, scored_tokens
 
 

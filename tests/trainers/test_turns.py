@@ -110,12 +110,3 @@ def test_what_is_no_set_of_conversations_is_refused():
     for rows, error, message in NO_CONVERSATIONS:
         with pytest.raises(error, match=message):
             expand_turns(rows)
-
-
-def test_a_template_that_renders_another_prompt_is_refused(tmp_path):
-    template = "{% for m in messages %}{{ m.role ~ (' w3' if not loop.last else ' w4') ~ ' ' }}{% endfor %}"
-    tokenizer = build_tokenizer(chat_template=template)
-    with pytest.raises(
-        ValueError, match=r"does not render (\d+) of \1 prompts of the train dataset.*generation prompt"
-    ):
-        trained(tmp_path, conversations(3), processing_class=tokenizer, expand_turns=True)

@@ -1,20 +1,20 @@
 """
-The calls that run in this thread, in one context variable.
+Values that hold until the end of a block: the calls that run in this thread, and attributes of objects.
 
-Each thread has its own context, and a nested call sets its own fields. Fields are read with [`context`], and set with
-[`within`].
+The calls are in one context variable. Each thread has its own context, and a nested call sets its own fields. Fields
+are read with [`context`], and set with [`within`].
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 
-__all__ = ["Context", "ForwardRunner", "context", "outside_calls", "within"]
+__all__ = ["Context", "ForwardRunner", "context", "outside_calls", "set_until_closed", "temporarily_set", "within"]
 
 
 class ForwardRunner(Protocol):
@@ -72,3 +72,33 @@ def within(**fields: Any) -> Iterator[None]:
 def outside_calls() -> AbstractContextManager[None]:
     """A block without a running model, decoder or rows call: forwards in it are calls of their own."""
     return within(model=None, packed=None, rows=None)
+
+
+@contextmanager
+def temporarily_set(owner: Any, **values: Any) -> Iterator[None]:
+    """Set attributes of `owner` until the block ends, except those that it does not have; `None` has none."""
+    values = {name: value for name, value in values.items() if hasattr(owner, name)}
+    saved = {name: vars(owner)[name] for name in values if name in vars(owner)}
+    for name, value in values.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name in values:
+            if name in saved:
+                setattr(owner, name, saved[name])
+            else:
+                delattr(owner, name)
+
+
+def set_until_closed(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
+    """Set an attribute of `owner` until `stack` closes. A value that other code has set since then stays."""
+    saved = {name: vars(owner)[name]} if name in vars(owner) else {}
+
+    def undo() -> None:
+        if vars(owner).get(name) is value:
+            delattr(owner, name)
+            vars(owner).update(saved)
+
+    stack.callback(undo)
+    setattr(owner, name, value)

@@ -23,6 +23,7 @@ from transformers import Trainer, TrainerCallback
 
 from ..core.anatomy import find_decoder, find_pretrained
 from ..core.call.batch_cache import batch_cache
+from ..core.context import set_until_closed
 from ..core.errors import PaddingRemovalError, UnpackableCallError
 from ..core.handle import Lengths, PaddingRemoval, PaddingStats, PrefixSharing, check_multiple, check_prefix_sharing
 from ..core.parity.limits import Limits, lowest_dtype
@@ -39,7 +40,6 @@ from ..trainers.parts.part import entered
 from ..trainers.parts.saved_state import saved_state, without_noise
 from ..trainers.parts.step_parity import has_padding, other_padding, without_packing
 from ..trainers.settings import prefix_sharing_with_neftune
-from ..trainers.temporary_attributes import set_until_closed
 
 
 if TYPE_CHECKING:

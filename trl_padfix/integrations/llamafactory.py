@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import Trainer
 
-from ..trainers.temporary_attributes import temporarily_set
+from ..core.context import temporarily_set
 from ..versions import require_stack
 from .callback import PACKS, PREFIX, callback_from
 

@@ -36,6 +36,7 @@ from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
 from ..core.call.batch_cache import batch_cache
+from ..core.context import temporarily_set
 from ..core.remove import take_over
 from ..core.switch import OFF, is_off
 from .batching.row_order import RowOrder
@@ -56,7 +57,6 @@ from .resume import checkpoint_to_resume
 from .settings import COMPUTED, PackingConfig, Settings, trls_configuration
 from .signatures import hook, show_parameters
 from .task import Task
-from .temporary_attributes import temporarily_set
 
 
 if TYPE_CHECKING:
@@ -166,6 +166,8 @@ class PaddingFreeMixin:
         """Attach to the models, once: at the end of `__init__`, or earlier if TRL computes with them there."""
         if not self.padding.is_attached:
             self.padding.is_attached = True
+            if self.padding.parts:
+                self.padding.follow(models_of(self))
             for part in self.padding.parts:
                 part.attach()
             self._attach_to_models()
@@ -182,8 +184,7 @@ class PaddingFreeMixin:
         """Attach again if `model_init` has made another model, or if another trainer has taken the models."""
         if not self.padding.parts:
             take_over(models_of(self))
-        outdated = [part for part in self.padding.parts if part.is_outdated()]  # all parts note the new models
-        if outdated:
+        elif self.padding.follow(models_of(self)):
             self._attach_to_models()
 
     def restore_padding(self) -> None:

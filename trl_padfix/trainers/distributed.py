@@ -11,9 +11,9 @@ from accelerate.utils import DistributedType, gather, gather_object
 from torch import nn
 from transformers import Trainer
 
+from ..core.context import temporarily_set
 from ..core.errors import PaddingRemovalError
 from ..core.model.patching import config_of
-from .temporary_attributes import temporarily_set
 
 
 if TYPE_CHECKING:

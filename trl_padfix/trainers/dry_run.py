@@ -14,12 +14,11 @@ import torch
 from transformers.trainer_callback import DefaultFlowCallback
 
 from ..core.anatomy import find_pretrained
-from ..core.context import context
+from ..core.context import context, temporarily_set
 from ..core.parity.report import ParityError
 from .distributed import datasets_of, named_models_of
 from .messages import counted
 from .parts.part import Padding
-from .temporary_attributes import temporarily_set
 
 
 if TYPE_CHECKING:

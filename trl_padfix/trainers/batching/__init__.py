@@ -6,7 +6,7 @@ How a step of DPO with a budget runs, call by call:
 1. TRL's sampler and collator make the batch. `row_order.py` only permutes the sampler's order.
 2. `training_step` (`../base.py`) is TRL's, within `TokenBudget.around_training_step`. TRL calls `compute_loss`, which
    runs within `observe_step`: the parts of the trainer that act in steps, in the order of `PARTS`.
-3. `compute_loss` is `TokenBudget.compute_loss` (`token_budget.py`). `RowSplitter.split` (`row_splits.py`) finds
+3. `compute_loss` is `TokenBudget.compute_loss` (`token_budget.py`). `RowSplitter.split` (`bin_packing.py`) finds
    the rows of each part: `bin_packing.py` counts their tokens and packs them within the budget.
 4. If the loss is a sum over rows with known weights (`chunk_weight` of the task, `../methods/dpo.py`), the parts are
    chunks: each runs TRL's `compute_loss` and a backward; gradients are synchronized in the last.

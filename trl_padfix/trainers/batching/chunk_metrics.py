@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate.utils import gather_object
 
+from ...core.context import temporarily_set
 from ..distributed import data_replicas, local_metrics_only
-from ..temporary_attributes import temporarily_set
 
 
 if TYPE_CHECKING:

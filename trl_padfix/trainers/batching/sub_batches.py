@@ -31,8 +31,8 @@ from ...core.model.older import CACHES
 from ...core.remove import packs_now
 from ..data.batch_rows import ImageCounts, Parts, image_tensors, select_rows
 from .balancing_loss import RouterLogits, balancing_loss, check_balancing_loss, record_router_logits
+from .bin_packing import RowSplitter
 from .prefix_schedule import PrefixSchedule, run_prefix_forward, with_prefix_states
-from .row_splits import RowSplitter
 
 
 __all__ = ["SubBatches"]

@@ -21,7 +21,7 @@ from accelerate.utils import gather_object
 from transformers import Trainer
 
 from ...core.anatomy import find_pretrained
-from ...core.context import within
+from ...core.context import temporarily_set, within
 from ...core.model.patching import Attachment
 from ...core.remove import attach_runner_patch
 from ..checks.arguments import rope_kind_beyond
@@ -46,10 +46,9 @@ from ..distributed import (
 )
 from ..parts.part import Part, Step
 from ..task import Task
-from ..temporary_attributes import temporarily_set
+from .bin_packing import RowSplitter
 from .chunk_metrics import ChunkMetrics
 from .prefix_schedule import ChunkRunner, shares_across_parts
-from .row_splits import RowSplitter
 from .sub_batches import SubBatches
 
 
@@ -267,8 +266,13 @@ class TokenBudget(Part):
         parts, has_others = self._parts_of(inputs), trainer.accelerator.num_processes > 1
         if has_others and max_over_processes(trainer, int(parts is None)):  # all processes must agree
             parts = None
-        if parts is None or (len(parts.rows) == 1 and not has_others):
+        if parts is None:
             return compute(inputs, *args, **kwargs)
+        if len(parts.rows) == 1 and not has_others:
+            # All forwards are on this batch, unless the task has another one: no need to plan its split again.
+            fits = {"runner": None} if len(task.padded_batches(inputs)) == 1 else {}
+            with within(**fits):
+                return compute(inputs, *args, **kwargs)
         # A single process reduces nothing. All threads share accelerate's state, and another one may run a step.
         is_alone = not (has_others or trainer.is_deepspeed_enabled)
         runner = ChunkRunner(len(parts.rows), parts.plan, with_head=self._shards)

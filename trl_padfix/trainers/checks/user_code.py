@@ -18,11 +18,11 @@ from torch import nn
 from transformers.training_args import OptimizerNames
 
 from ...core.anatomy import find_pretrained
+from ...core.context import set_until_closed, temporarily_set
 from ...core.model.changes import is_harmless
 from ...core.model.inspection import is_of, module_of, name_of
 from ...core.patches.heads import SCORED_FROM_PADDING
 from ..data.batch_rows import scores_padding
-from ..temporary_attributes import set_until_closed, temporarily_set
 
 
 if TYPE_CHECKING:

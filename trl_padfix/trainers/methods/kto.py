@@ -12,11 +12,10 @@ import trl
 import trl.trainer.kto_trainer as trl_kto
 from accelerate.utils import reduce
 
-from ...core.context import within
+from ...core.context import temporarily_set, within
 from ..base import PaddingFreeMixin
 from ..data.collators import SidedCollator, to_padding_side_with_kl
 from ..task import Task
-from ..temporary_attributes import temporarily_set
 
 
 __all__ = ["DataCollatorForUnpairedPreference", "KTOTrainer"]

@@ -19,9 +19,9 @@ from transformers import AutoConfig
 
 from ...core.anatomy import find_pretrained, restore_attention, set_attention
 from ...core.attention.availability import Implementation, Machine, fastest_attention
+from ...core.context import temporarily_set
 from ..field_types import parse_implementation
 from ..settings import Settings
-from ..temporary_attributes import temporarily_set
 from .part import Part
 
 

@@ -20,11 +20,11 @@ import torch
 from accelerate.logging import get_logger
 from accelerate.utils import recursively_apply
 
+from ...core.context import temporarily_set
 from ...core.errors import PaddingRemovalError
 from ...core.parallel.collectives import Group
 from ...core.split_rows import split_rows
 from ..distributed import splitting_parallelism
-from ..temporary_attributes import temporarily_set
 from .part import Evaluation, Part, Step
 
 

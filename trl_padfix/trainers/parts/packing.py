@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...core.anatomy import find_decoder, find_pretrained
+from ...core.context import temporarily_set
 from ...core.errors import PaddingRemovalError
 from ...core.handle import PaddingRemoval, PrefixSharing
-from ...core.model.patching import Attachment
-from ...core.remove import attachments_on, remove_padding
+from ...core.remove import remove_padding
 from ..distributed import check_launch, is_zero, models_of
 from ..settings import prefix_sharing_with_neftune
-from ..temporary_attributes import temporarily_set
 from .part import Part
 
 
@@ -27,8 +25,6 @@ if TYPE_CHECKING:
 
 __all__ = ["RemovePadding", "attach_to_models"]
 
-A = TypeVar("A", bound=Attachment)
-
 
 class RemovePadding(Part):
     """`padding_free`: attaches to the models."""
@@ -36,9 +32,7 @@ class RemovePadding(Part):
     def __init__(self, trainer: PaddingFreeTrainer):
         super().__init__(trainer)
         self._prefix_sharing: PrefixSharing = False
-        self._attachments: list[Attachment] = []
-        self._models: list[Any] = []
-        self._decoders: list[Any] = []
+        self._compiles = False
 
     def check(self, config: TrainingArguments, init_kwargs: dict[str, Any]) -> None:
         self._prefix_sharing = prefix_sharing_with_neftune(self.settings.prefix_sharing, config)
@@ -54,29 +48,10 @@ class RemovePadding(Part):
 
     def attach_to_models(self) -> None:
         self.restore()
-        before, self._models = self._decoders, models_of(self.trainer)
-        self._decoders = _decoders_of(self._models)
         if self.settings.padding_free:
             attach_to_models(self.trainer, self._remove_padding)
-        if before and self.trainer.args.torch_compile:  # the first time `on_init_end` compiles
+        if self._compiles:
             self._compile()
-
-    def is_outdated(self) -> bool:
-        """Whether the trainer has new models without our patches, or another trainer has taken over its models."""
-        padding, models = self.trainer.padding, models_of(self.trainer)
-        if not padding.is_attached or padding.is_restored:
-            return False
-        # Another trainer takes over our attachments. If we have none, look for attachments of that trainer on our
-        # decoders.
-        if any(attachment.taken_over for attachment in self._attachments):
-            return True
-        if not self._attachments and any(a.owned_by_trainer for d in self._decoders for a in attachments_on(d)):
-            return True
-        if models == self._models:
-            return False
-        # FSDP wraps the model when training begins, and the wrapped model has the same decoder.
-        self._models = models
-        return _decoders_of(models) != self._decoders
 
     def _remove_padding(self, model: torch.nn.Module) -> PaddingRemoval:
         settings = self.settings
@@ -89,17 +64,13 @@ class RemovePadding(Part):
         )
         handles = self.trainer.padding.handles
         handle.name = f"trainer.padding.handles[{len(handles)}]"
-        handles.append(self._register(handle))
+        handle.hand_to_trainer()
+        handles.append(handle)
         return handle
 
-    def _register(self, attachment: A) -> A:
-        """Let [`RemovePadding.restore`], or the next trainer on the same model, remove an attachment."""
-        attachment.hand_to_trainer()
-        self._attachments.append(attachment)
-        return attachment
-
     def on_init_end(self) -> None:
-        if self.trainer.args.torch_compile:
+        self._compiles = self.trainer.args.torch_compile
+        if self._compiles:
             self._compile()
 
     def _compile(self) -> None:
@@ -115,13 +86,9 @@ class RemovePadding(Part):
             compile_layers(handle, backend=args.torch_compile_backend or "inductor", mode=args.torch_compile_mode)
 
     def restore(self) -> None:
-        for attachment in reversed(self._attachments):
-            attachment.remove()
-        self._attachments, self.trainer.padding.handles = [], []
-
-
-def _decoders_of(models: list[Any]) -> list[Any]:
-    return [find_decoder(find_pretrained(model)) for model in models]
+        for handle in reversed(self.trainer.padding.handles):
+            handle.remove()
+        self.trainer.padding.handles = []
 
 
 def attach_to_models(

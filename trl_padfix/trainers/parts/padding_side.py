@@ -12,7 +12,6 @@ from ...core.model.patching import Attachment
 from ...core.remove import number_padded_rows
 from ..data.chat_templates import tokenizer_of
 from ..data.collators import SidedCollator
-from ..distributed import models_of
 from .part import Part
 
 
@@ -32,7 +31,6 @@ class PaddingSide(Part):
 
     def __init__(self, trainer: Any):
         super().__init__(trainer)
-        self._pretrained: list[Any] = []
         self._attachments: list[Attachment] = []
 
     def acts(self) -> bool:
@@ -72,17 +70,10 @@ class PaddingSide(Part):
 
     def attach_to_models(self) -> None:
         self.restore()
-        self._pretrained = _pretrained_in(models_of(self.trainer))
         if self.trainer.data_collator.padding_side == "left":  # also for calls that are computed padded
-            self._attachments = [a for a in map(number_padded_rows, self._pretrained) if a is not None]
+            self._attachments = [a for a in map(number_padded_rows, self.trainer.padding.pretrained) if a is not None]
             for attachment in self._attachments:
                 attachment.hand_to_trainer()
-
-    def is_outdated(self) -> bool:
-        if not self.trainer.padding.is_attached or self.trainer.padding.is_restored:
-            return False
-        # `model_init` makes another model. FSDP wraps the model that is numbered.
-        return _pretrained_in(models_of(self.trainer)) != self._pretrained
 
     def _padding_side(self) -> str:
         """`padding_side`, or the tokenizer's side; TRL's for a model that reads padding at the beginning of a row."""
@@ -106,7 +97,3 @@ class PaddingSide(Part):
         for attachment in self._attachments:
             attachment.remove()
         self._attachments = []
-
-
-def _pretrained_in(models: list[Any]) -> list[Any]:
-    return [pretrained for model in models for pretrained in outermost_pretrained(model)]

@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...core.anatomy import find_decoder, outermost_pretrained
 from ...core.handle import PaddingRemoval, PaddingStats
+from ...core.remove import attachments_on
 
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
-    from transformers import TrainingArguments
+    from transformers import PreTrainedModel, TrainingArguments
 
     from ...core.parity.report import ParityReport
     from ..protocols import Budget, TaskTrainer
@@ -128,6 +130,8 @@ class Padding:
         self.is_attached = False
         self.is_restored = False
         self.is_dry_run = False
+        self.models: list[torch.nn.Module] = []
+        self.pretrained: list[PreTrainedModel] = []
         self.in_steps: tuple[Part, ...] = ()
         self.running: Step | None = None
         self.why_padded: str | None = None  # set by the parity check of a step
@@ -147,6 +151,21 @@ class Padding:
     def is_removed(self) -> bool:
         """Whether the models pack padded batches."""
         return self.settings.padding_free and bool(self.handles) and not self.handles[0].is_removed
+
+    def follow(self, models: list[torch.nn.Module]) -> bool:
+        """Whether the parts must attach to `models` again: these are new, or another trainer has taken them over."""
+        if not self.is_attached or self.is_restored:
+            return False
+        if not self.handles:  # another trainer may have attached where we have nothing attached
+            attachments = (a for p in self.pretrained for a in attachments_on(find_decoder(p)))
+            is_taken = any(a.owned_by_trainer for a in attachments)
+        else:
+            is_taken = any(handle.taken_over for handle in self.handles)
+        if models != self.models:  # FSDP wraps the model when training begins: it is the same transformers model
+            before, self.models = self.pretrained, models
+            self.pretrained = [pretrained for model in models for pretrained in outermost_pretrained(model)]
+            return is_taken or self.pretrained != before
+        return is_taken
 
     def restore(self) -> None:
         """Detach from the models, as `trainer.restore_padding()` does."""
@@ -183,10 +202,6 @@ class Part:
     def acts(self) -> bool:
         """Whether the part has anything to do; called after TRL's `__init__`. If not, the part is left out."""
         return True
-
-    def is_outdated(self) -> bool:
-        """Whether `attach_to_models` has to be called again, for other models of the trainer."""
-        return False
 
     def on_init_end(self) -> None:
         """Called at the end of the trainer's `__init__`."""

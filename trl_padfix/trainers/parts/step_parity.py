@@ -23,7 +23,7 @@ from torch import nn
 
 from ...core.anatomy import find_pretrained, reset_gather_order, reshard_parameters
 from ...core.call.batch_cache import on_host
-from ...core.context import within
+from ...core.context import temporarily_set, within
 from ...core.errors import UnpackableCallError
 from ...core.handle import PaddingRemoval, PaddingStats
 from ...core.parity.forwards import other_attention
@@ -41,7 +41,6 @@ from ..distributed import (
 )
 from ..messages import counted
 from ..task import Task
-from ..temporary_attributes import temporarily_set
 from .saved_state import saved_state, without_noise
 
 
