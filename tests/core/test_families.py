@@ -51,9 +51,9 @@ Some results depend on the batch even in transformers: a `topk` between equal sc
 IMAGES = """\
 ## Families with images
 
-We ran these types on rows with two images, one, or none. Some rows had the same ids and another image. *Exact*
-includes the gradients of the vision tower. *As padded* means that packed is within 1e-4 of the model's own padded
-batch, which differs from its rows alone. In a type that we did not run, the parity check of your run still applies."""
+We ran these types on rows with two images, one, or none. *Exact* includes the gradients of the vision tower. *As
+padded* means that packed is within 1e-4 of the model's own padded batch, which differs from its rows alone. In a type
+that we did not run, the parity check of your run still applies."""
 
 pytestmark = pytest.mark.skipif(
     transformers.__version__ != "5.24.0", reason="the record is that of transformers 5.24.0"
