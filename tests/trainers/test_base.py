@@ -282,27 +282,11 @@ def answers(function) -> dict:
     }
 
 
-def public(trl_class) -> list[str]:
-    return [
-        name
-        for name, value in inspect.getmembers(trl_class, inspect.isfunction)
-        # A method that TRL decorates answers for its decorator.
-        if (name == "__init__" or not name.startswith("_")) and not hasattr(value, "__wrapped__")
-    ]
-
-
-def test_every_introspection_answers_as_trls():
+def test_every_introspection_of_a_trainer_answers_as_trls():
     for name in TRAINERS:
         ours, theirs = getattr(trl_padfix, name), getattr(trl, name)
         assert inspect.signature(ours) == inspect.signature(theirs)
         assert f" |  {name}(model: " in pydoc.render_doc(ours, renderer=pydoc.plaintext)
         assert typing.get_type_hints(ours.__init__) == typing.get_type_hints(theirs.__init__)
-        assert {"__init__", "evaluate", "train", "log"} <= {*public(theirs)}
-        for method in public(theirs):
-            assert answers(getattr(ours, method)) == answers(getattr(theirs, method)), method
-        control = {
-            m
-            for m in public(theirs)
-            if answers(vars(PaddingFreeMixin).get(m, ours.__init__)) != answers(getattr(theirs, m))
-        }
-        assert {"__init__", "evaluate", "train", "log"} <= control  # as the mixin writes them
+        assert answers(ours.__init__) == answers(theirs.__init__)
+        assert answers(PaddingFreeMixin.__init__) != answers(theirs.__init__)  # the control: as the mixin writes it

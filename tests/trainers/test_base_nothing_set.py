@@ -27,7 +27,8 @@ LISTED = {
     "trainers/config.py",
     "core/switch.py", "check_prefix_sharing", "check_multiple", "check_padding_side",
     # Methods that pass on to TRL's.
-    "trainers/signatures.py", "observe_loss.<locals>.in_step", "PaddingFreeMixin.compute_loss",
+    "hook.__set_name__.<locals>.passing", "_show_parameters.<locals>.shown", "observe_loss.<locals>.in_step",
+    "PaddingFreeMixin.compute_loss",
     # `trainer.padding`; the arguments by name, so that a trainer says where an unknown one belongs.
     "PaddingFreeMixin.__init__", "SFTTrainer.__init__", "by_name",
     "PaddingFreeMixin._init_owners", "Padding.__init__",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..trainers.base import PARTS, PaddingFreeMixin
+from ..trainers.base import PARTS, PaddingFreeMixin, hook
 from ..trainers.batching.row_order import RowOrder
 from ..trainers.checks.arguments import require_teacher
 from ..trainers.data.collators import CompletionMixin
@@ -21,7 +21,6 @@ from ..trainers.settings import (
     ReferenceAttentionConfig,
     TeacherAttentionConfig,
 )
-from ..trainers.signatures import hook
 from ..trainers.task import Task
 from ..versions import TESTED, installed_version
 

@@ -25,7 +25,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import wraps
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
@@ -37,6 +38,7 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from ..core.call.batch_cache import batch_cache
 from ..core.context import temporarily_set
+from ..core.model.inspection import package_of
 from ..core.remove import take_over
 from ..core.switch import OFF, is_off
 from .batching.row_order import RowOrder
@@ -55,7 +57,6 @@ from .parts.parity import Parity
 from .parts.part import Evaluation, Padding, Part, Step, entered
 from .resume import checkpoint_to_resume
 from .settings import COMPUTED, PackingConfig, Settings, trls_configuration
-from .signatures import hook, show_parameters
 from .task import Task
 
 
@@ -65,7 +66,7 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-__all__ = ["PARTS", "PaddingFreeMixin", "by_name", "padding_free_trainer"]
+__all__ = ["PARTS", "PaddingFreeMixin", "by_name", "hook", "padding_free_trainer"]
 
 PARTS: tuple[type[Part], ...] = (
     PaddingSide,  # the only part if none of our fields is set and the tokenizer pads left
@@ -80,6 +81,47 @@ PARTS: tuple[type[Part], ...] = (
     TokenCounts,
 )
 """The parts of a trainer, in the order of their hooks; blocks end in reverse order."""
+
+
+class hook:  # noqa: N801
+    """
+    A decorator of a method that TRL's class has, too: TRL's runs alone where none of our fields is set.
+
+    Example:
+
+    ```python
+    >>> from types import SimpleNamespace
+    >>> from trl_padfix.trainers.base import hook
+
+    >>> class Theirs:
+    ...     def step(self):
+    ...         return "theirs"
+    >>> class Ours(Theirs):
+    ...     padding = SimpleNamespace(parts=())
+    ...
+    ...     @hook
+    ...     def step(self):
+    ...         return "ours, around " + super().step()
+    >>> trainer = Ours()
+    >>> before, trainer.padding.parts = trainer.step(), ("a part",)
+    >>> before, trainer.step()
+    ('theirs', 'ours, around theirs')
+
+    ```
+    """
+
+    def __init__(self, method: Callable[..., Any]):
+        self.method = method
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        method = self.method
+
+        @wraps(method)
+        def passing(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+            run = method.__get__(trainer) if trainer.padding.parts else getattr(super(owner, trainer), name)
+            return run(*args, **kwargs)
+
+        setattr(owner, name, passing)
 
 
 class PaddingFreeMixin:
@@ -110,7 +152,7 @@ class PaddingFreeMixin:
         # A `compute_loss` of a subclass need not call the mixin's, so it is wrapped, too.
         if (compute_loss := observe_loss(cls.compute_loss)) is not cls.compute_loss:
             cls.compute_loss = compute_loss
-        show_parameters(cls)
+        _show_parameters(cls)
 
     if not TYPE_CHECKING:  # to a type checker, signatures are TRL's
 
@@ -367,6 +409,22 @@ def _place_of(unknown: list[str], config: object) -> str:
 
 
 T = TypeVar("T", bound=Trainer)
+
+
+def _show_parameters(cls: type) -> None:
+    """Show TRL's parameters of `__init__` to scripts that ask for them, to serve several versions of TRL."""
+    init, package = cls.__init__, package_of(PaddingFreeMixin)
+    if package_of(init) != package:  # a user's, or one that shows TRL's already
+        return
+    declared = next(vars(c)["__init__"] for c in cls.__mro__ if package_of(vars(c).get("__init__", init)) != package)
+
+    @wraps(declared)
+    def shown(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+
+    vars(shown)["__signature__"] = inspect.signature(declared)  # `getfullargspec` does not follow `wraps`
+    cls.__init__ = shown  # type: ignore[misc]
+
 
 ANY_TRAINERS = ("padding_free", "prefix_sharing", "parity_check", "strict", "pool_last_token", "attn_implementation")
 """Settings that do not depend on the rows of a trainer."""

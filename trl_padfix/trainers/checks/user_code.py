@@ -129,7 +129,7 @@ def _functions(value: Any) -> Iterator[Any]:
     while value is not None:
         value = value.__func__ if isinstance(value, MethodType | staticmethod | classmethod) else value
         yield value
-        value = getattr(value, "__wrapped__", getattr(value, "method", None))  # `method`: behind `as_declared`
+        value = getattr(value, "__wrapped__", None)
 
 
 def _is_trusted(value: object) -> bool:

@@ -8,8 +8,8 @@ import torch
 import trl
 
 from ...core.anatomy import find_pretrained
+from ..base import hook
 from ..checks.arguments import require_teacher
-from ..signatures import hook
 from .online import OnlineTask, OnlineTrainer, trained_tokens
 
 

@@ -16,7 +16,7 @@ from accelerate.logging import get_logger
 from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
 from ...core.call.batch_cache import batch_cache
-from ..base import PARTS, PaddingFreeMixin
+from ..base import PARTS, PaddingFreeMixin, hook
 from ..batching.row_order import RowOrder
 from ..checks.user_code import custom_batch_name
 from ..data.batch_rows import numbered_images, without_images
@@ -24,7 +24,6 @@ from ..messages import say
 from ..metrics.exact_eval_means import ExactMeans
 from ..parts.generation import Generation
 from ..parts.part import entered
-from ..signatures import hook
 from ..task import Task
 
 
