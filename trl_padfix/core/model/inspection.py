@@ -67,12 +67,12 @@ def hands_arguments_on(module: nn.Module) -> bool:
 # Names
 
 
-def forward_of(module: nn.Module) -> FunctionType:
+def forward_of(module: nn.Module) -> Callable[..., Any]:
     """The forward in the class of a module, without its decorators."""
     return inspect.unwrap(type(module).forward)
 
 
-def forwards_in(module: nn.Module) -> list[FunctionType]:
+def forwards_in(module: nn.Module) -> list[Callable[..., Any]]:
     """The forwards of a module and of modules within it, outer ones first, without scripted modules."""
     return [forward for forward in map(forward_of, module.modules()) if inspect.isfunction(forward)]
 
@@ -111,7 +111,7 @@ def loaded_globals(module: nn.Module) -> set[str]:
 
 
 @cache
-def _instructions(function: FunctionType) -> list[tuple[str, Any]]:
+def _instructions(function: Callable[..., Any]) -> list[tuple[str, Any]]:
     """The instructions of a function, each with its argument."""
     return [(i.opname, i.argval) for i in dis.get_instructions(function)]
 
@@ -234,11 +234,11 @@ def with_globals(function: Callable, replaced: dict[str, Any]) -> Callable:
     return _copy(function, {}, tuple(cell if _holds(old, inner) else old for old in function.__closure__ or ()))
 
 
-def _copy(function: Any, replaced: dict[str, Any], closure: tuple | None = None) -> FunctionType:
+def _copy(function: Any, replaced: dict[str, Any], closure: tuple | None = None) -> Callable[..., Any]:
     names = {**function.__globals__, **replaced} if replaced else function.__globals__
     cells = closure or function.__closure__
     copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__, cells)
-    copy.__kwdefaults__ = function.__kwdefaults__  # which `FunctionType` does not take
+    copy.__kwdefaults__ = function.__kwdefaults__  # which the constructor does not take
     return copy
 
 
