@@ -8,7 +8,6 @@ trial of.
 from __future__ import annotations
 
 import logging
-import math
 from collections import Counter
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,6 @@ from .turns import turns_of
 
 
 if TYPE_CHECKING:
-    from datasets import IterableDataset
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
     from ..parts.part import PaddingFreeTrainer
@@ -60,7 +58,7 @@ class RecordedRollouts:
 
     Raises:
         TypeError: If the dataset is a stream.
-        ValueError: If a column is missing, if no task has trials with different rewards, or if the template changes
+        ValueError: If a rollout has no task, if no task has trials with different rewards, or if the template changes
             earlier turns, so that a rendered turn is not the beginning of the text with the next one.
 
     Example:
@@ -84,7 +82,17 @@ class RecordedRollouts:
         task: str = "task",
         reward: str = "reward",
     ):
-        values, trials = _rewards(dataset, reward), _trials(dataset, task)
+        if not isinstance(dataset, Dataset):
+            raise TypeError(
+                f"Rollouts are compared with one another, so a `datasets.Dataset` is needed, and not a "
+                f"`{type(dataset).__name__}`. Make one from a stream with `Dataset.from_generator`."
+            )
+        values = [float(value) for value in dataset[reward]]
+        trials: dict[Any, list[int]] = {}
+        for i, name in enumerate(dataset[task]):
+            trials.setdefault(name, []).append(i)
+        if None in trials:
+            raise ValueError(f"Rollouts without a `{task}`: {len(trials[None])}. Give them one, or filter them out.")
         most = Counter(map(len, trials.values())).most_common(1)[0][0]
         fewer = sum(len(rows) < most for rows in trials.values())
         groups = {str(name): rows[:most] for name, rows in trials.items() if len(rows) >= most > 1}
@@ -128,53 +136,6 @@ class RecordedRollouts:
                 "The completions are not recorded ones. Give the trainer `rollout_func=` the rollouts, too."
             )
         return recorded
-
-
-def _rewards(dataset: Dataset | IterableDataset, reward: str) -> list[float]:
-    """The reward of each rollout; raises a `TypeError` or `ValueError` if the dataset does not hold rollouts."""
-    if not isinstance(dataset, Dataset):
-        raise TypeError(
-            f"Rollouts are compared with one another, so a `datasets.Dataset` is needed, and not a "
-            f"`{type(dataset).__name__}`. Make one from a stream with `Dataset.from_generator`."
-        )
-    _require(dataset, "messages", "Rollouts are conversations: rename their column.")
-    _require(dataset, reward, "It distinguishes good rollouts: name the column of the rewards with `reward=`.")
-    values = dataset[reward][:]
-    numbers = list(map(_as_number, values))
-    without = [i for i, number in enumerate(numbers) if not math.isfinite(number)]
-    if without:
-        raise ValueError(
-            f"{len(without)} of {len(values)} rollouts have no number as `{reward}`, the first of them row "
-            f"{without[0]} (counted from 0): {values[without[0]]!r}. Give them one, or filter them out."
-        )
-    return numbers
-
-
-def _as_number(value: Any) -> float:
-    """A value as a number; NaN if it is not a number."""
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        return math.nan
-
-
-def _trials(dataset: Dataset, task: str) -> dict[Any, list[int]]:
-    """The indices of the rows of each task."""
-    _require(dataset, task, "Trials are compared within a task: name the column of the task with `task=`.")
-    trials: dict[Any, list[int]] = {}
-    for i, name in enumerate(dataset[task][:]):
-        trials.setdefault(name, []).append(i)
-    if without := trials.get(None):
-        raise ValueError(
-            f"{len(without)} of {len(dataset)} rollouts have no `{task}`, the first of them row {without[0]} "
-            "(counted from 0): they would be taken for trials of one task. Give them one, or filter them out."
-        )
-    return trials
-
-
-def _require(dataset: Dataset, column: str, remedy: str) -> None:
-    if column not in dataset.column_names:
-        raise ValueError(f"The rollouts have no column `{column}`; they have {sorted(dataset.column_names)}. {remedy}")
 
 
 def _token_ids(
