@@ -91,7 +91,7 @@ def speed_sources() -> dict[str, Any]:
     found = {}
     for label, names in MEASURED.items():
         variants = [v for name in names for v in json.loads((FOLDER / f"bench/{name}.json").read_text())["variants"]]
-        found[label] = {v["name"]: round(v["speedup"], 2) for v in variants}
+        found[label] = {v["name"]: v["speedup"] for v in variants}
         if "auto" in found[label]:  # of rollouts only `prefix_sharing="auto"` is measured
             found[label].setdefault("prefix_sharing", found[label]["auto"])
     return found
@@ -109,7 +109,7 @@ def draw_speed(figure: Any, sources: dict[str, Any]) -> None:
         # From 1: equal ratios have equal lengths on the logarithmic axis.
         axes.barh(places, [speed - 1 for speed in speeds], height, left=1, color=colour, label=label)
         for place, speed in zip(places, speeds, strict=True):
-            axes.text(max(speed, 1) * 1.04, place, f"{speed:.{1 if speed >= 2 else 2}f}x", va="center")
+            axes.text(max(speed, 1) * 1.04, place, f"{speed:.{1 if round(speed, 1) >= 2 else 2}f}x", va="center")
     axes.axvline(1, color="black", linewidth=1, label="TRL, padded")
     axes.set_yticks(range(len(rows)), [label for label, _ in rows])
     axes.set_xscale("log", base=2)
