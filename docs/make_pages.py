@@ -39,10 +39,8 @@ GROUPS = {
     ),
     "Checks": ("parity_check", "strict"),
     "Attention": ("attn_implementation", "ref_attn_implementation", "teacher_attn_implementation"),
-    "Data and evaluation": (
-        "expand_turns", "padding_side", "pool_last_token", "exact_eval_means", "predict_with_generate",
-        "generation_max_new_tokens",
-    ),
+    "Data": ("expand_turns", "padding_side", "pool_last_token"),
+    "Evaluation": ("exact_eval_means", "predict_with_generate", "generation_max_new_tokens"),
 }  # fmt: skip
 """The fields by subject, each group from those that most runs set to those that few set."""
 
@@ -72,8 +70,8 @@ METRICS = """
 
 The fractions cover only forwards without padding. In evaluation, each name begins with `eval_`.
 
-In GRPO, RLOO and distillation, `prefix_sharing` with gradient accumulation and no token budget regroups the rows of a
-step: completions of a prompt run together. The step stays the same, but means over batches (`entropy`, `kl`,
+In GRPO, RLOO and distillation: if you use gradient accumulation without a token budget, `prefix_sharing` also moves
+completions of one prompt into the same micro-batch. The step stays the same, but means over batches (`entropy`, `kl`,
 `clip_ratio`) differ from TRL's.
 
 ## Flags and environment
