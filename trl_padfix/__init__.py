@@ -96,7 +96,7 @@ def _of_trl(name: str) -> Any:
     trl = importlib.import_module("trl")
     module = name.removesuffix("Trainer").removesuffix("Config").lower()
     is_class = name.endswith(("Trainer", "Config")) and name not in trl.__all__
-    if is_class and find_spec(f"trl.experimental.{module}"):
+    if is_class and find_spec("trl.experimental") and find_spec(f"trl.experimental.{module}"):
         raise ImportError(f"`{name}` is an experiment of TRL: `from trl_padfix.experimental.{module} import {name}`.")
     if is_class:
         close = get_close_matches(name, [*_HOME, *trl.__all__], n=1, cutoff=0.92)

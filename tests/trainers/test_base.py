@@ -22,6 +22,7 @@ from kit.trainer_runs import (
     train_beside_plain,
     trained,
 )
+from packaging.version import Version
 from torch import nn
 from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding, Trainer
 from zoo import models
@@ -243,7 +244,8 @@ def test_batches_with_an_empty_row_are_computed_padded_from_the_first_on(tmp_pat
 
 # -- what our trainers override of TRL's can be called as TRL calls it
 
-ONLINE = ["GRPOTrainer", "RLOOTrainer", *(["DistillationTrainer"] if hasattr(trl, "DistillationTrainer") else [])]
+HAS_DISTILLATION = Version(trl.__version__) >= Version("1.16")
+ONLINE = ["GRPOTrainer", "RLOOTrainer", *(["DistillationTrainer"] if HAS_DISTILLATION else [])]
 TRAINERS = ["DPOTrainer", "KTOTrainer", "RewardTrainer", "SFTTrainer", *ONLINE]
 
 

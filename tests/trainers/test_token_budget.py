@@ -33,6 +33,7 @@ from peft import PromptTuningConfig, TaskType
 from transformers import TrainerCallback
 
 import trl_padfix
+from trl_padfix.trainers.batching.bin_packing import RowSplitter
 from trl_padfix.trainers.batching.token_budget import TokenBudget
 
 
@@ -260,6 +261,16 @@ def test_a_row_beyond_the_budget_is_computed_by_itself_with_a_warning(tmp_path, 
     assert_same(ours.figures, figures_of(make(trl, "DPO", tmp_path)))
     assert max(ours.chunks) == 8
     assert caplog.text.count("more tokens than `max_tokens_per_batch=20`") == 1  # in five steps
+
+
+def test_a_batch_within_the_budget_is_planned_once(tmp_path, monkeypatch):
+    planned, split = [], RowSplitter.split
+    monkeypatch.setattr(RowSplitter, "split", lambda *args, **kwargs: planned.append(kind) or split(*args, **kwargs))
+    for kind in ("DPO", "SFT", "Reward", "KTO"):
+        given = {"budget": True, "parity_check": False, "max_steps": 1, "max_tokens_per_batch": 10_000}
+        make(trl_padfix, kind, tmp_path, **given).train()
+    # The rows of KTO's KL term are another batch.
+    assert [planned.count(kind) for kind in ("DPO", "SFT", "Reward", "KTO")] == [1, 1, 1, 3]
 
 
 def test_it_follows_the_batch_size_that_is_found_and_no_argument_that_is_changed(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +46,24 @@ MOST_ZEROS = 50
 """Most steps without a gradient that are compared: a model may amplify rounding so much that no step has one."""
 
 
+@dataclass
+class _Mode:
+    """
+    What was compared of the steps of training, or of evaluation.
+
+    Attributes:
+        is_due (`bool`): Whether no step with padding and a gradient was compared as a whole.
+        first_step (`int`, *optional*): The number of the first step.
+        is_compared (`bool`): Whether a step was compared as a whole, with or without padding.
+        zeros (`int`): The number of compared steps without a gradient.
+    """
+
+    is_due: bool
+    first_step: int | None = None
+    is_compared: bool = False
+    zeros: int = 0
+
+
 class Parity(Part):
     """
     `parity_check`: before the first forwards of each mode, each model computes some of their rows packed and padded.
@@ -69,14 +88,7 @@ class Parity(Part):
         self.trainer.padding.why_padded = None
         self._handle_of_user_step: PaddingRemoval | None = None
         """Handle of the model that a user's `training_step` has computed with."""
-        self._first_steps: dict[str, int] = {}
-        """The number of the first step of each mode."""
-        self._unchecked_modes = {"train", "eval"} if self.settings.parity_check else set()
-        """Modes of which no step with padding was compared as a whole."""
-        self._zeros = 0
-        """Number of steps without a gradient that were compared."""
-        self._compared_unpadded: set[str] = set()
-        """Modes whose first step was compared as a whole, and has no padding."""
+        self._modes = {mode: _Mode(is_due=self.settings.parity_check) for mode in ("train", "eval")}
 
     def _is_due(self, mode: str) -> bool:
         """Whether the next forwards of a mode are compared, as far as this is known before they run."""
@@ -90,7 +102,8 @@ class Parity(Part):
     @contextlib.contextmanager
     def around_step(self, step: Step) -> Iterator[None]:
         failed = None
-        if not self._first_steps:  # a user adds hooks between `__init__` and `train`
+        mode = self._modes[step.mode]
+        if all(m.first_step is None for m in self._modes.values()):  # a user adds hooks between `__init__` and `train`
             for handle in self.trainer.padding.handles:
                 handle.accept_hooks()
         try:
@@ -99,7 +112,8 @@ class Parity(Part):
         except ParityError as error:
             failed = error
         # Only in the first step, because the host waits for the other processes here. All of them must call it.
-        if self._first_steps.setdefault(step.mode, step.number) == step.number:
+        mode.first_step = step.number if mode.first_step is None else mode.first_step
+        if mode.first_step == step.number:
             raise_on_all(failed)
         elif failed is not None:
             raise failed
@@ -123,20 +137,19 @@ class Parity(Part):
     @contextlib.contextmanager
     def _with_own_loss(self, step: Step) -> Iterator[None]:
         """A block with the forwards of a step, which is compared before them; padded, if it differs."""
-        padding, trainer = self.trainer.padding, self.trainer
+        padding, trainer, mode = self.trainer.padding, self.trainer, self._modes[step.mode]
         reason = None
-        is_due = step.mode in self._unchecked_modes and padding.handles and step.batches and not padding.why_padded
+        is_due = mode.is_due and padding.handles and step.batches and not padding.why_padded
         # A loss may read padding, which a first batch of equally long rows does not show.
         is_padded = bool(is_due and max_over_processes(trainer, int(has_padding(step.batches))))
-        if is_due and (is_padded or step.mode not in self._compared_unpadded):
+        if is_due and (is_padded or not mode.is_compared):
             reports = padding.parity.get(step.mode, [])
             # Where padded is wrong, or the model's check has failed, there is nothing to compare with.
             is_clear = bool(reports) and all(report.ok and report.padded_is_right for report in reports)
             is_clear &= step.why_padded is None  # else this batch is computed padded anyway
             alone = trainer.accelerator.num_processes == 1
             if is_clear or not alone:  # processes are in step: they compare in the first step, or not at all
-                self._compared_unpadded.add(step.mode)
-                self._unchecked_modes -= {step.mode} if is_padded else set()
+                mode.is_compared, mode.is_due = True, not is_padded
             if not max_over_processes(trainer, int(not is_clear)):
                 reason = self._check_step(step)
         padding.why_padded = padding.why_padded or reason
@@ -159,9 +172,10 @@ class Parity(Part):
             return None
         if not max_over_processes(trainer, int(not report.ok)):
             is_zero = not max_over_processes(trainer, int(not report.is_zero))
-            self._zeros += is_zero
-            if is_zero and self._zeros < MOST_ZEROS:
-                self._unchecked_modes.add(step.mode)
+            mode = self._modes[step.mode]
+            mode.zeros += is_zero
+            if is_zero and mode.zeros < MOST_ZEROS:
+                mode.is_due = True
             elif trainer.accelerator.is_local_main_process and step.mode == "train":
                 say(f"parity ok, the trainer's own loss: {report}; {time.perf_counter() - begin:.1f} s")
             return None
