@@ -86,9 +86,8 @@ completions of one prompt into the same micro-batch. The step stays the same, bu
 | `TRL_PADFIX_OFF=1` | lets TRL's code compute every step |
 
 `TRL_PADFIX_OFF=1` turns off `padding_free`, `prefix_sharing`, `max_tokens_per_batch`, `packed_multiple_of`,
-`group_by_prefix` and `pool_last_token`. It also turns off `remove_padding` and the callback, with a warning. Fields
-that choose rows, attention or metrics stay on (`expand_turns`, `padding_side`, `attn_implementation`,
-`exact_eval_means` and others).
+`group_by_prefix` and `pool_last_token`, and with a warning `remove_padding` and the callback. Fields that choose rows,
+attention or metrics stay on, for example `expand_turns` and `attn_implementation`.
 """
 
 MADE = "<!-- Made by docs/make_pages.py; do not edit. -->\n\n"
