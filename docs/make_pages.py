@@ -39,10 +39,8 @@ GROUPS = {
     ),
     "Checks": ("parity_check", "strict"),
     "Attention": ("attn_implementation", "ref_attn_implementation", "teacher_attn_implementation"),
-    "Data and evaluation": (
-        "expand_turns", "padding_side", "pool_last_token", "exact_eval_means", "predict_with_generate",
-        "generation_max_new_tokens",
-    ),
+    "Data": ("expand_turns", "padding_side", "pool_last_token"),
+    "Evaluation": ("exact_eval_means", "predict_with_generate", "generation_max_new_tokens"),
 }  # fmt: skip
 """The fields by subject, each group from those that most runs set to those that few set."""
 
@@ -72,8 +70,8 @@ METRICS = """
 
 The fractions cover only forwards without padding. In evaluation, each name begins with `eval_`.
 
-In GRPO, RLOO and distillation, `prefix_sharing` with gradient accumulation and no token budget regroups the rows of a
-step: completions of a prompt run together. The step stays the same, but means over batches (`entropy`, `kl`,
+In GRPO, RLOO and distillation: if you use gradient accumulation without a token budget, `prefix_sharing` also moves
+completions of one prompt into the same micro-batch. The step stays the same, but means over batches (`entropy`, `kl`,
 `clip_ratio`) differ from TRL's.
 
 ## Flags and environment
@@ -88,9 +86,8 @@ step: completions of a prompt run together. The step stays the same, but means o
 | `TRL_PADFIX_OFF=1` | lets TRL's code compute every step |
 
 `TRL_PADFIX_OFF=1` turns off `padding_free`, `prefix_sharing`, `max_tokens_per_batch`, `packed_multiple_of`,
-`group_by_prefix` and `pool_last_token`. It also turns off `remove_padding` and the callback, with a warning. Fields
-that choose rows, attention or metrics stay on (`expand_turns`, `padding_side`, `attn_implementation`,
-`exact_eval_means` and others).
+`group_by_prefix` and `pool_last_token`, and with a warning `remove_padding` and the callback. Fields that choose rows,
+attention or metrics stay on, for example `expand_turns` and `attn_implementation`.
 """
 
 MADE = "<!-- Made by docs/make_pages.py; do not edit. -->\n\n"

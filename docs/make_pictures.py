@@ -25,17 +25,17 @@ MEASURED = {
     "2. SFT": ["sft-hh-rlhf-8-rows-smollm2-cpu"],
     "3. GRPO": ["grpo-8-completions-smollm2-cpu"],
     "4. DPO, bf16": ["dpo-hh-rlhf-4-pairs-smollm2-defaults-cpu"],
-    "5. DPO": ["dpo-hh-rlhf-8-pairs-auto-cpu"],
-    "6. DPO, long prompts": ["dpo-1024-256-cpu"],
-    "7. DPO, nothing shared": ["dpo-equal-lengths-cpu"],
-    "8. DPO, hybrid": ["dpo-hybrid-hh-rlhf-8-pairs-cpu"],
-    "9. SFT": ["sft-hh-rlhf-16-rows-cpu"],
-    "10. SFT, turns": ["sft-airline-32-rows-cpu"],
-    "11. GRPO": ["grpo-8-completions-cpu"],
-    "12. DPO, longer prompts": ["dpo-4096-512-cpu"],
+    "5. DPO, nothing shared": ["dpo-equal-lengths-cpu"],
+    "6. DPO, hybrid": ["dpo-hybrid-hh-rlhf-8-pairs-cpu"],
+    "7. SFT, turns": ["sft-airline-32-rows-cpu"],
+    "8. DPO, longer prompts": ["dpo-4096-512-cpu"],
+    "9. DPO": ["dpo-hh-rlhf-8-pairs-auto-cpu"],
+    "10. DPO, long prompts": ["dpo-1024-256-cpu"],
+    "11. SFT": ["sft-hh-rlhf-16-rows-cpu"],
+    "12. GRPO": ["grpo-8-completions-cpu"],
     "13. DPO, GSM8K": ["dpo-gsm8k-8-pairs-cpu"],
 }
-"""Rows of the tables on the page on speed, in their order, and their files in `bench/`."""
+"""Rows of the tables on the page on speed, then those of `benchmarks/README.md`, and their files in `bench/`."""
 
 STOREYS = {
     "cli": ("commands", {"app": "trl-padfix dpo, ...", "launch": "many processes"}),
@@ -91,7 +91,7 @@ def speed_sources() -> dict[str, Any]:
     found = {}
     for label, names in MEASURED.items():
         variants = [v for name in names for v in json.loads((FOLDER / f"bench/{name}.json").read_text())["variants"]]
-        found[label] = {v["name"]: round(v["speedup"], 2) for v in variants}
+        found[label] = {v["name"]: v["speedup"] for v in variants}
         if "auto" in found[label]:  # of rollouts only `prefix_sharing="auto"` is measured
             found[label].setdefault("prefix_sharing", found[label]["auto"])
     return found
@@ -109,7 +109,7 @@ def draw_speed(figure: Any, sources: dict[str, Any]) -> None:
         # From 1: equal ratios have equal lengths on the logarithmic axis.
         axes.barh(places, [speed - 1 for speed in speeds], height, left=1, color=colour, label=label)
         for place, speed in zip(places, speeds, strict=True):
-            axes.text(max(speed, 1) * 1.04, place, f"{speed:.{1 if speed >= 2 else 2}f}x", va="center")
+            axes.text(max(speed, 1) * 1.04, place, f"{speed:.{1 if round(speed, 1) >= 2 else 2}f}x", va="center")
     axes.axvline(1, color="black", linewidth=1, label="TRL, padded")
     axes.set_yticks(range(len(rows)), [label for label, _ in rows])
     axes.set_xscale("log", base=2)

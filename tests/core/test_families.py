@@ -33,6 +33,7 @@ from trl_padfix.core.mixers.mixers import FORKED, PACKED, ROWS
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
+REFUSED = "Refused. "
 TEXT = """\
 # Families
 
@@ -92,7 +93,7 @@ def text_group(outcomes: dict[str, Any]) -> str:
     """What is said of a type, once for all types of which it is true."""
     free, shared = (outcomes[mode].get("reason") for mode in MODES)
     if free:
-        return f"Refused. {general(free)}"
+        return f"{REFUSED}{general(free)}"
     ran = ", ".join(way for way in (PACKED, FORKED, ROWS) if way in outcomes.get("mixers", {}))
     return f"Exact, {ran}" + (f"; `prefix_sharing` refused: {general(shared)}" if shared else "")
 
@@ -110,7 +111,7 @@ def _word(outcome: dict[str, Any] | None) -> str:
     if outcome is None:
         return "Not run"
     if reason := outcome.get("reason"):
-        return f"Refused. {general(reason)}"
+        return f"{REFUSED}{general(reason)}"
     return "Exact as padded" if "own_padding" in outcome else "Exact"
 
 
@@ -146,9 +147,11 @@ class Part(NamedTuple):
         for family, outcomes in recorded.items():
             group = "Not built as a tiny model" if "not_built" in outcomes else self.group(outcomes)
             groups.setdefault(group, []).append(f"`{family}`")
+        refused = {group: groups.pop(group) for group in [*groups] if group.startswith(REFUSED)}
         for group in sorted(groups, key=lambda group: ("xact" not in group, -len(groups[group]))):
             lines += [f"**{group}** ({len(groups[group])}): {', '.join(groups[group])}", ""]
-        return "\n".join(lines)
+        reasons = [f"- {', '.join(types)}: {group.removeprefix(REFUSED)}" for group, types in refused.items()]
+        return "\n".join([*lines, f"**Refused** ({sum(map(len, refused.values()))}):", "", *sorted(reasons), ""])
 
 
 PARTS = {

@@ -1,16 +1,20 @@
 """The examples of the README run, and its figures are measured. Commands: `test_printed_commands.py`, `.ci/run`."""
 
+import doctest
 import json
 import re
+import shlex
 from pathlib import Path
 
 import torch
+from kit.commands import trl_padfix_command
 
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 SPEED = (ROOT / "docs/speed.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+COMMAND, PRINTED = re.search(r"```bash\ntrl-padfix (stats .*)\n```\s+```text\n(.*?)```", README, re.DOTALL).groups()
 
 
 def test_the_drop_in_example_trains(tiny_model, tmp_path):
@@ -84,4 +88,10 @@ def test_figures_are_those_of_the_files_they_come_from():
         assert re.findall(FIGURE, row) == figures
         rows_there = [line for line in SPEED.splitlines() if line.startswith("|")]
         assert any(all(figure in line for figure in figures) for line in rows_there)  # with its command
-    assert len(re.findall(FIGURE, README)) == sum(map(len, FIGURES.values()))  # and no others
+    assert len(re.findall(FIGURE, README.replace(PRINTED, ""))) == sum(map(len, FIGURES.values()))  # and no others
+
+
+def test_the_count_of_tokens_is_what_its_command_prints(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    got = trl_padfix_command(*shlex.split(COMMAND)).output
+    assert doctest.OutputChecker().check_output(f"...{PRINTED}", got, doctest.ELLIPSIS), got

@@ -38,9 +38,9 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
             Compute no padding: the decoder receives one packed row, with the real tokens of the batch. Loss and
             gradients stay the same, up to rounding. A model that cannot be packed raises an error.
         prefix_sharing (`bool` or `"auto"`, *optional*, defaults to `False`):
-            Compute the shared beginning of rows once where that saves time, for example the prompt of a pair. Use
-            `'auto'`. `True` also warns if a batch cannot share (with `strict` it raises an error), and forbids
-            NEFTune. Needs `padding_free`.
+            Compute the shared beginning of rows once, for example the prompt of a pair. Use `'auto'`. A forward shares
+            if the saved tokens cost more than gathering the keys of shared prefixes. `True` also warns if a batch
+            cannot share (with `strict` it raises an error), and forbids NEFTune. Needs `padding_free`.
         padding_side (`str`, *optional*):
             Side on which the collator pads. Defaults to the tokenizer's side, and to `'right'` for stateful models and
             virtual tokens.
@@ -74,7 +74,7 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
             `prefix_sharing`.
         exact_eval_means (`bool`, *optional*, defaults to `False`):
             Average the metrics of an evaluation over all its pairs (DPO) or trained tokens (SFT). By default they are
-            means of batch means, as in TRL. (The loss of DPO's `loss_type="sft"` stays a mean of batch means.)
+            means of batch means, as in TRL. Exception: the loss of DPO with `loss_type="sft"`.
         **kwargs:
             All fields of [`~trl.DPOConfig`].
 
@@ -106,7 +106,7 @@ class RewardConfig(AttentionConfig, BudgetConfig, PaddingConfig, trl.RewardConfi
             As in [`DPOConfig`].
         pool_last_token (`bool`, *optional*, defaults to `False`):
             Score the last position where `attention_mask` is 1. By default the model scores the last token that is
-            not the pad token. Use it if the pad token also occurs in the text. Needs `padding_free`.
+            not the pad token. Set `True` if the pad token also occurs in the text. Needs `padding_free`.
         **kwargs:
             All fields of [`~trl.RewardConfig`].
 
