@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import chain
+from operator import methodcaller
 from typing import Any, NoReturn
 
 from torch import nn
@@ -37,6 +38,8 @@ _BY_TOKEN = {c.__module__ for c in (nn.ReLU, nn.Sequential, nn.Dropout, nn.Linea
 
 _READY_FOR_CHECKPOINTS = "make_inputs_require_grad"
 """Parts of the names of hooks that make an embedding's output require a gradient: transformers', PEFT's, TRL's."""
+
+_own_forward = methodcaller("get", "forward")
 
 _ONE_ROW = "A packed forward would give it one row of all real tokens in place of the padded batch."
 
@@ -119,7 +122,7 @@ class ModuleChanges:
         # Types are read again, because code may set the class of a module.
         # And from the modules: a deep copy of this object has dictionaries that differ from the copied modules'
         # dictionaries.
-        return {m.__dict__.get("forward") for m in self.modules} | {c.forward for c in set(map(type, self.modules))}
+        return {*map(_own_forward, map(vars, self.modules))} | {c.forward for c in set(map(type, self.modules))}
 
     def _read_modules(self) -> None:
         """Record the modules, and the dictionaries of their children, hooks and attributes."""
