@@ -9,6 +9,7 @@ from kit.trainer_runs import (
     assert_same,
     build_ids,
     build_model,
+    build_tokenizer,
     is_bare,
     make_plain_trainer,
     our_warnings,
@@ -19,6 +20,7 @@ from transformers import Trainer
 import trl_padfix
 from trl_padfix import PaddingRemovalCallback, padding_free_trainer
 from trl_padfix.core.remove import attachment_of
+from trl_padfix.trainers.base import PaddingFreeMixin
 
 
 BEGIN = "w3 w5 w7 w9 "
@@ -111,6 +113,21 @@ def test_a_trainer_takes_its_model_over_again(first, second, tmp_path, caplog):
     one.restore_padding()
     assert is_bare(model)
     assert "Nothing was packed" not in " ".join(our_warnings(caplog))
+
+
+@pytest.mark.parametrize("fields", [{}, {"padding_side": "left"}, {"padding_free": True}])
+def test_a_trainer_that_pads_left_attaches_once_and_again_after_another_one(fields, tmp_path, monkeypatch):
+    attached, model = [], build_model()
+    attach = PaddingFreeMixin._attach_to_models
+    monkeypatch.setattr(PaddingFreeMixin, "_attach_to_models", lambda self: attached.append(self) or attach(self))
+    given = {"model": model, "processing_class": build_tokenizer(padding_side="left"), "max_steps": 3}
+    one = make_trainer(trl_padfix, "SFT", tmp_path, **given, **fields)
+    one.train()
+    assert attached == [one]
+    two = make_trainer(trl_padfix, "SFT", tmp_path, **given, padding_free=True)
+    two.train()
+    one.train()
+    assert attached == [one, two, one]
 
 
 def test_a_restored_trainer_splits_no_steps_and_has_its_own_training_step(tmp_path):

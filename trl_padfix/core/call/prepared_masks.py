@@ -67,7 +67,7 @@ class PreparedMasks:
             other_keys (`list` of `torch.Tensor` of shape `(B, L)`): The other keys of the tokens.
         """
         L = mask_BL.shape[1]
-        # Odd random factors for hashes, as in `images._content`. Another seed, so that the two hashes are independent.
+        # Odd random factors for hashes, as in `layout_of._content`, with another seed: the hashes are independent.
         generator = torch.Generator().manual_seed(1)
         shape = (len(self.masks) + len(other_keys) + 1, L)
         factors = (torch.randint(-(2**62), 2**62, shape, generator=generator) * 2 + 1).to(mask_BL.device)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import fields, is_dataclass, replace
-from typing import Any
 
 from accelerate.logging import get_logger
 
 from ...core.anatomy import outermost_pretrained, peft_configs_in
-from ...core.model.patching import Attachment
 from ...core.remove import number_padded_rows
 from ..data.chat_templates import tokenizer_of
 from ..data.collators import SidedCollator
@@ -28,10 +26,6 @@ class PaddingSide(Part):
 
     If none of our fields is set, it acts only for a tokenizer, or a collator of ours, that pads left.
     """
-
-    def __init__(self, trainer: Any):
-        super().__init__(trainer)
-        self._attachments: list[Attachment] = []
 
     def acts(self) -> bool:
         collator = self.trainer.data_collator
@@ -71,8 +65,9 @@ class PaddingSide(Part):
     def attach_to_models(self) -> None:
         self.restore()
         if self.trainer.data_collator.padding_side == "left":  # also for calls that are computed padded
-            self._attachments = [a for a in map(number_padded_rows, self.trainer.padding.pretrained) if a is not None]
-            for attachment in self._attachments:
+            padding = self.trainer.padding
+            padding.numberings = [a for a in map(number_padded_rows, padding.pretrained) if a is not None]
+            for attachment in padding.numberings:
                 attachment.hand_to_trainer()
 
     def _padding_side(self) -> str:
@@ -94,6 +89,6 @@ class PaddingSide(Part):
         return side
 
     def restore(self) -> None:
-        for attachment in self._attachments:
+        for attachment in self.trainer.padding.numberings:
             attachment.remove()
-        self._attachments = []
+        self.trainer.padding.numberings = []

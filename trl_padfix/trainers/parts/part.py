@@ -17,6 +17,7 @@ import torch
 
 from ...core.anatomy import find_decoder, outermost_pretrained
 from ...core.handle import PaddingRemoval, PaddingStats
+from ...core.model.patching import Attachment
 from ...core.remove import attachments_on
 
 
@@ -123,6 +124,7 @@ class Padding:
     def __init__(self, settings: Settings):
         self.settings = settings
         self.handles: list[PaddingRemoval] = []
+        self.numberings: list[Attachment] = []  # of left-padded rows
         self.parity: dict[str, list[ParityReport]] = {}
         self.task: Task
         self.parts: tuple[Part, ...] = ()
@@ -156,11 +158,11 @@ class Padding:
         """Whether the parts must attach to `models` again: these are new, or another trainer has taken them over."""
         if not self.is_attached or self.is_restored:
             return False
-        if not self.handles:  # another trainer may have attached where we have nothing attached
-            attachments = (a for p in self.pretrained for a in attachments_on(find_decoder(p)))
-            is_taken = any(a.owned_by_trainer for a in attachments)
-        else:
-            is_taken = any(handle.taken_over for handle in self.handles)
+        if attached := [*self.handles, *self.numberings]:
+            is_taken = any(attachment.taken_over for attachment in attached)
+        else:  # another trainer may have attached where we have nothing attached
+            others = (a for p in self.pretrained for a in attachments_on(find_decoder(p)))
+            is_taken = any(a.owned_by_trainer for a in others)
         if models != self.models:  # FSDP wraps the model when training begins: it is the same transformers model
             before, self.models = self.pretrained, models
             self.pretrained = [pretrained for model in models for pretrained in outermost_pretrained(model)]
