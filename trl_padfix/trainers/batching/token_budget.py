@@ -269,9 +269,9 @@ class TokenBudget(Part):
         if parts is None:
             return compute(inputs, *args, **kwargs)
         if len(parts.rows) == 1 and not has_others:
-            # All forwards are on this batch, unless the task has another one: no need to plan its split again.
-            fits = {"runner": None} if len(task.padded_batches(inputs)) == 1 else {}
-            with within(**fits):
+            # It fits, so its forwards need no plan of their own. KTO's KL term has other rows.
+            is_only = len(task.padded_batches(inputs)) == 1
+            with within(runner=None) if is_only else contextlib.nullcontext():
                 return compute(inputs, *args, **kwargs)
         # A single process reduces nothing. All threads share accelerate's state, and another one may run a step.
         is_alone = not (has_others or trainer.is_deepspeed_enabled)
