@@ -51,6 +51,7 @@ CASES = [
     (["dpo", *CPU, "--config", "fraction.yaml"], "line 2: per_device_train_batch_size: invalid int value: 8.5"),
     (["dpo", *CPU, "--max_length", "None"], "invalid int value: 'None'. Write `null`"),
     (["dpo", *RUN, "--prefix_sharing", "atuo"], "expected true, false or auto, got 'atuo'"),
+    (["kto", *CPU, "--tiny_model", "tiny"], "--tiny_model"),
     (["dpo", *RUN, "--tiny_model", "huge"], "invalid choice: 'huge'"),
     (["dpo", *CPU, "--model_name_or_path", "with_an_empty_file"], "'with_an_empty_file' has no config.json"),
     (["dpo", *CPU, "--resume_from_checkpoint", "nowhere"], "'nowhere' is no checkpoint. Checkpoints: none in"),

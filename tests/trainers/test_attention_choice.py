@@ -107,8 +107,9 @@ def test_policy_and_reference_on_different_attention_give_the_numbers_of_equal_o
 
 def test_every_place_is_as_good(make):
     name = {"attn_implementation": "eager"}
-    for config in (name, {"model_init_kwargs": name}, {"model_init_kwargs": name} | name):
-        trainer = make("DPO", config)
+    of_parts = {"model_init_kwargs": {"attn_implementation": {"": "eager", "no_such_part": "sdpa"}}}  # as TRL takes it
+    for config in (name, {"model_init_kwargs": name}, {"model_init_kwargs": name} | name, of_parts):
+        trainer = make("DPO", config | {"padding_free": True})
         assert trainer.model.config._attn_implementation == trainer.ref_model.config._attn_implementation == "eager"
         assert trainer.args.model_init_kwargs == config.get("model_init_kwargs")
 

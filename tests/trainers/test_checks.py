@@ -14,7 +14,6 @@ import trl
 from datasets import Dataset, IterableDataset
 from kit.dpo_cases import build_pairs
 from kit.methods import make_trainer
-from kit.rows import build_examples, build_prompts, build_rows
 from kit.sft_cases import NEWEST
 from kit.trainer_runs import SIDED_MODES, build_model, build_tokenizer, is_bare
 
@@ -122,32 +121,9 @@ def stream(row: dict[str, Any] | None) -> dict[str, Any]:
     return {"train_dataset": IterableDataset.from_generator(lambda: iter([row] * 4 if row else []))}
 
 
-LACKS = {  # columns
-    "SFT": (lambda: build_rows(4).select_columns("prompt"), r"no column 'text'; it has \['prompt'\]"),
-    "DPO": (lambda: build_pairs(4).remove_columns("rejected"), "no column 'rejected'; it has .*DPO needs .*rename"),
-    "Reward": (lambda: build_pairs(4).select_columns("prompt"), "no column 'chosen' and no column 'rejected'"),
-    "KTO": (lambda: build_examples(4).remove_columns("label"), "no column 'label'; it has"),
-    "GRPO": (lambda: build_prompts(4).rename_column("prompt", "question"), "no column 'prompt'; it has"),
-    "Distillation": (lambda: build_prompts(4).rename_column("prompt", "question"), "no column 'prompt'; it has"),
-}
 RIGHT = trl_padfix.DataCollatorForPreference(pad_token_id=39)
 WITHOUT_EOS = {"processing_class": build_tokenizer(eos_token=None)}
 BAD = {
-    **{
-        f"columns of {kind}": Bad(kind, lambda make=make: {"train_dataset": make()}, said)
-        for kind, (make, said) in LACKS.items()
-    },
-    "columns of an evaluation": Bad(
-        "DPO",
-        lambda: {"eval_dataset": {"held_out": build_pairs(4).remove_columns("chosen")}},
-        "held_out dataset has no column 'chosen'",
-    ),
-    "columns of a stream": Bad(
-        "DPO", lambda: stream({"prompt": "w3", "rejected": "w4"}), "train dataset has no .*'chosen'"
-    ),
-    "no columns": rows(
-        "SFT", {"story": "w2"}, r"it has \['story'\]. SFT needs `text`, `messages`, `prompt` and `comp"
-    ),
     "only pad tokens": Bad(
         "Reward",
         lambda: (
@@ -231,6 +207,17 @@ def test_a_field_that_was_set_on_a_finished_configuration_is_checked_too(field, 
         if library is trl_padfix or field == "padding_free":
             with pytest.raises((ValueError, TypeError), match=message):
                 make_trainer(trl_padfix, "SFT", tmp_path, args=args)
+
+
+def test_columns_that_a_subclass_renames_are_its_own(tmp_path):
+    class Renaming(trl_padfix.DPOTrainer):
+        def _prepare_dataset(self, dataset, *args, **kwargs):
+            return super()._prepare_dataset(
+                dataset.rename_columns({"good": "chosen", "bad": "rejected"}), *args, **kwargs
+            )
+
+    data = build_pairs(8).rename_columns({"chosen": "good", "rejected": "bad"})
+    make_trainer(trl_padfix, "DPO", tmp_path, Renaming, train_dataset=data, max_steps=1, **FREE).train()
 
 
 PLACES = {"tokenizer": "Write `processing_class=tokenizer`", "beta": "It is a field of `DPOConfig`"}

@@ -22,12 +22,12 @@ from ..versions import newer_trl, require
 from . import METHODS
 
 
-__all__ = ["Given", "check_given", "check_names", "declared_fields", "name_of", "read_given"]
+__all__ = ["Given", "check_given", "check_names", "declared_fields", "name_of", "of_command", "read_given"]
 
 TINY = ("dpo", "sft")
 """Methods that can train a tiny model that is built on the spot."""
 
-OF_COMMAND = {"config", "accelerate_config", "env", "dry_run", "tiny_model", "attn_implementation"}
+OF_COMMAND = {"config", "accelerate_config", "env", "dry_run", "attn_implementation"}
 """Names that no dataclass field declares."""
 
 BOOLEANS = ["yes", "true", "t", "y", "1", "no", "false", "f", "n", "0"]
@@ -42,6 +42,11 @@ class Given(NamedTuple):
 
     values: dict[str, Any]
     places: dict[str, str]
+
+
+def of_command(method: str) -> set[str]:
+    """Names of a method's flags that no dataclass field declares."""
+    return OF_COMMAND | ({"tiny_model"} if method in TINY else set())
 
 
 def name_of(flag: str) -> str:
@@ -127,7 +132,7 @@ def declared_fields(method: str) -> dict[str, list[ast.AnnAssign]]:
 
     A few belong to other classes in the same files: the parser of the method's script finds these later.
     """
-    fields: dict[str, list[ast.AnnAssign]] = {name: [] for name in OF_COMMAND}
+    fields: dict[str, list[ast.AnnAssign]] = {name: [] for name in of_command(method)}
     files = [file for file in _config_files(method) if file.is_file()]
     for node in (node for file in files for node in ast.walk(ast.parse(file.read_text("utf-8")))):
         if isinstance(node, ast.AnnAssign):

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from . import METHODS, disable_telemetry, require_extra
-from .config_file import OF_COMMAND, TINY, check_given, check_names, name_of, read_given
+from .config_file import TINY, check_given, check_names, name_of, of_command, read_given
 
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def parse(method: str, args: Sequence[str]) -> tuple[list[Any], Namespace]:
     parser = make_parser(method)
     actions = [*parser._actions, *launch_command_parser()._actions]
     known = {name_of(flag) for action in actions for flag in action.option_strings}
-    check_names(method, given, known | OF_COMMAND)
+    check_names(method, given, known | of_command(method))
     *parsed, others = parser.parse_args_and_config(args, return_remaining_strings=True)
     others = resolve_accelerate_config_argument(others)
     script = ["--module", "trl_padfix.cli.launch", method, *args]

@@ -51,28 +51,21 @@ class SelfDistillingTrainer(ExperimentalTrainer):
 class JoinedPairTask(Task):
     """Pairs: the step concatenates chosen and rejected rows."""
 
-    columns = [{"chosen", "rejected"}]
-    needs = "Pairs have `chosen` and `rejected` (and `prompt`, unless both begin with it)"
     generates_rows = False
 
 
 class PromptTask(Task):
     """Prompts: the step generates completions."""
 
-    columns = [{"prompt"}]
-    needs = "Completions are generated from `prompt`"
     generates_rows = True
 
 
 class MessagesTask(Task):
     """Conversations: a student learns from a teacher, on the last answer or on one that the step generates."""
 
-    columns = [{"messages"}, {"prompt", "completion"}]
-    needs = "A conversation is in `messages`"
     generates_rows = True
 
     def check(self, config: TrainingArguments, init_kwargs: dict[str, Any]) -> None:
-        super().check(config, init_kwargs)
         if not vars(config).get("use_teacher_server"):
             require_teacher(init_kwargs)
 
@@ -88,8 +81,6 @@ class GMPOTask(GRPOTask):
 class TripleTask(Task):
     """Batches of `N` examples have `3 * N` rows: chosen completions, then rejected ones, then reference answers."""
 
-    columns = [{"chosen", "rejected", "reference"}]
-    needs = "TPO needs `chosen`, `rejected` and `reference` (and `prompt`, unless all three begin with it)"
     generates_rows = False
     rows_per_item = 3
     item = "example"

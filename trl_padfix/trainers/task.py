@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -16,7 +15,6 @@ from datasets import Dataset
 
 from .checks.user_code import why_padded
 from .data.columns import require_columns
-from .distributed import datasets_of
 
 
 if TYPE_CHECKING:
@@ -35,7 +33,7 @@ class Task:
     # Columns of a dataset
 
     columns: ClassVar[list[set[str]]] = []
-    """Sets of columns; a dataset must have all columns of one of them. An empty list switches the check off."""
+    """Sets of columns; the data of a training command must have all columns of one of them."""
 
     needs = ""
     """Beginning of the error about missing columns: what needs them."""
@@ -73,10 +71,6 @@ class Task:
 
     def check(self, config: TrainingArguments | None, init_kwargs: dict[str, Any]) -> None:
         """Raise errors that need no loaded model. `init_kwargs`: the arguments of the trainer's `__init__` by name."""
-        if self.knows(init_kwargs.get("data_collator")):  # a user's collator may take any columns
-            datasets = SimpleNamespace(**{name: init_kwargs.get(name) for name in ("train_dataset", "eval_dataset")})
-            for name, dataset in datasets_of(datasets).items():
-                self.require_columns(dataset, name, config)
 
     @classmethod
     def require_columns(cls, dataset: Dataset | IterableDataset, dataset_name: str, config: Any) -> None:

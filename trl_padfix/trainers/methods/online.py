@@ -28,7 +28,7 @@ from ..task import Task
 
 
 if TYPE_CHECKING:
-    from transformers import TrainingArguments
+    pass
 
 
 __all__ = ["OnlineTask", "OnlineTrainer", "trained_tokens"]
@@ -49,10 +49,6 @@ class OnlineTask(Task):
     needs = "Completions are generated from `prompt`"
     generates_rows = True
     min_max_metrics = {"clip_ratio/low_min": torch.min, "clip_ratio/high_max": torch.max}
-
-    def check(self, config: TrainingArguments | None, init_kwargs: dict[str, Any]) -> None:
-        if init_kwargs.get("environment_factory") is None:  # an environment brings its own prompts
-            super().check(config, init_kwargs)
 
     def padded_batches(self, inputs: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)

@@ -35,7 +35,6 @@ class RewardTask(PairTask):
     min_max_metrics = {"min_reward": torch.min, "max_reward": torch.max}
 
     def check(self, config: TrainingArguments | None, init_kwargs: dict[str, Any]) -> None:
-        super().check(config, init_kwargs)
         model = init_kwargs.get("model")
         if isinstance(model, torch.nn.Module) and find_pretrained(model).get_output_embeddings() is not None:
             raise ValueError(

@@ -50,8 +50,6 @@ class SFTTask(Task):
                 f"`packing=True` leaves nothing to pad on the {side}: batches are rows of whole sequences, one after "
                 "the other. Leave `padding_side` out, or set `packing=False`."
             )
-        if init_kwargs.get("formatting_func") is None:  # otherwise any column may hold the text
-            super().check(config, init_kwargs)
 
     @classmethod
     def require_columns(cls, dataset: Dataset | IterableDataset, dataset_name: str, config: TrainingArguments) -> None:

@@ -97,7 +97,7 @@ class AttentionChoice(Part):
 
 
 def _requested_implementation(config: TrainingArguments, settings: Settings, prefix: str) -> Implementation | None:
-    """The implementation in our field of a configuration or in TRL's; if both are set, they must be equal."""
+    """The implementation in our field of a configuration, or an `"auto"` in TRL's; if both are set, they are equal."""
     ours = parse_implementation(vars(settings)[f"{prefix}attn_implementation"])
     kwargs = {} if prefix == "ref_" else model_init_kwargs(config, prefix)  # a reference has no such field
     theirs = parse_implementation(kwargs.get("attn_implementation"))
@@ -106,7 +106,8 @@ def _requested_implementation(config: TrainingArguments, settings: Settings, pre
             f"`{prefix}attn_implementation={ours!r}` and `{prefix}model_init_kwargs={{'attn_implementation': "
             f"{theirs!r}}}` disagree. Set one of them."
         )
-    return ours if ours is not None else theirs
+    has_auto = "auto" in (theirs.values() if isinstance(theirs, dict) else [theirs])
+    return theirs if ours is None and has_auto else ours
 
 
 def _resolve(
