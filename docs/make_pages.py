@@ -29,7 +29,7 @@ ATTENTION = (  # a flag of TRL's model configuration
 OPENING = """
 Our configurations add these fields to TRL's. Begin with [those that pay in every
 method](from_trl.md#settings-that-pay-in-every-method). Set them in Python, in a YAML, or as flags
-(`--padding_free true`).
+(`--padding_free true`). In a parser of your own, `--attn_implementation` is a flag of TRL's `ModelConfig`.
 
 ## Fields
 """

@@ -38,12 +38,12 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
             Compute no padding: the decoder receives one packed row, with the real tokens of the batch. Loss and
             gradients stay the same, up to rounding. A model that cannot be packed raises an error.
         prefix_sharing (`bool` or `"auto"`, *optional*, defaults to `False`):
-            Compute the shared beginning of rows once, for example the prompt of a pair. Use `'auto'`. A forward shares
-            if the saved tokens cost more than gathering the keys of shared prefixes. `True` also warns if a batch
+            Compute the shared beginning of rows once, for example the prompt of a pair. Use `'auto'`: a
+            forward shares if that saves more work than it adds. `True` also warns if a batch
             cannot share (with `strict` it raises an error), and forbids NEFTune. Needs `padding_free`.
         padding_side (`str`, *optional*):
-            Side on which the collator pads. Defaults to the tokenizer's side, and to `'right'` for stateful models and
-            virtual tokens.
+            Side on which the collator pads. Default: the tokenizer's side; `'right'` for stateful models, prompt
+            tuning and p-tuning.
         parity_check (`bool`, *optional*, defaults to `True`):
             Compare a few rows with and without padding in the first steps. If the model is wrong, the run stops. If
             only the loss is wrong, the run continues padded. Set `False` only to measure time.
