@@ -412,7 +412,7 @@ T = TypeVar("T", bound=Trainer)
 
 
 def _show_parameters(cls: type) -> None:
-    """Show TRL's parameters of `__init__` to scripts that ask for them, to serve several versions of TRL."""
+    """Let `inspect` show the parameters of TRL's `__init__`: scripts for several versions of TRL ask for them."""
     init, package = cls.__init__, package_of(PaddingFreeMixin)
     if package_of(init) != package:  # a user's, or one that shows TRL's already
         return

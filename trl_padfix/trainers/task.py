@@ -66,7 +66,7 @@ class Task:
     # -- checks
 
     def knows(self, collator: Any) -> bool:
-        """Whether a collator (`None`: TRL's default) is TRL's or ours, so that the columns that it reads are known."""
+        """Whether a collator (`None`: TRL's default) is TRL's or ours, so that its padding side can be chosen."""
         return collator is None or type(collator) in {*self.collators, *self.collators.values()}
 
     def check(self, config: TrainingArguments | None, init_kwargs: dict[str, Any]) -> None:

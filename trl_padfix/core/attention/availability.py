@@ -152,7 +152,7 @@ def _model_obstacle(name: str, is_flash: bool, config: PretrainedConfig) -> str 
     if compatible and name not in compatible:
         return f"this model runs only with the FlashAttention of {', '.join(compatible)}"
     heads = getattr(text, "num_attention_heads", 0)
-    size = getattr(text, "head_dim", None) or (heads and text.hidden_size // heads)
+    size = getattr(text, "head_dim", None) or (heads and getattr(text, "hidden_size", 0) // heads)
     return f"its heads have at most 256 dimensions, and this model's have {size}" if size > 256 else None
 
 
