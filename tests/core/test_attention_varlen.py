@@ -95,7 +95,7 @@ def test_a_slow_path_in_half_precision_is_said_once(gpu, config, reason, caplog,
     with remove_padding(model):
         for _ in range(2):
             model(*(to_simulated(x) for x in pairs(4)), use_cache=False)
-    said = [r.getMessage() for r in caplog.records if "segment by segment" in r.getMessage()]
+    said = [r.getMessage() for r in caplog.records if "One attention call per row" in r.getMessage()]
     assert len(said) == 1
     assert reason in said[0]
     assert gpu.varlen == []

@@ -212,19 +212,18 @@ def _attend(
 ) -> torch.Tensor:
     """Attention over a layout with the function that the model is configured for: `(1, N, T, D)` to `(1, T, N, D)`."""
     implementation = call.implementation
-    attend = _function_of(viewed_module(module), implementation)
+    attend = _function_of(module, implementation)
     if call.prefix_states is not None:  # with context parallelism those of the local heads, after the exchange
-        key, value = call.prefix_states.prepend_kv(viewed_module(module), key, value)
+        key, value = call.prefix_states.prepend_kv(module, key, value)
     is_eager = implementation == "eager"
     if not is_eager:
         query, key, value = in_attention_dtype(query, key, value)
     is_varlen = takes_segments(implementation)
     if not is_varlen and not is_eager and masks is None and torch_varlen_applies(query, value, layout, kwargs):
-        query, key, value = map(by_token, (query, key, value))
         key, value = gather_tokens(layout, key, value)
         segments = layout.queries.cu_seqlens, layout.keys.cu_seqlens, layout.queries.longest, layout.keys.longest
         scale, window = kwargs.get("scaling"), kwargs.get("sliding_window")
-        return torch_varlen(query, key, value, segments, scale, window).unsqueeze(0)
+        return torch_varlen(by_token(query), key, value, segments, scale, window).unsqueeze(0)
     key, value = gather_keys(layout, key, value)
     if is_varlen:
         return attend_varlen(attend, module, query, key, value, layout, kwargs)
@@ -248,7 +247,7 @@ def _prepared_masks(module: nn.Module, mask: PackedMask | None, call: PackedCall
     kind = mask.kind if isinstance(mask, PackedMask) else None
     if takes_segments(call.implementation) or not {None, kind} & prepared.masks.keys():
         raise PaddingRemovalError(
-            f"{_name(module)} must attend with a prepared mask, and {call.implementation} has no such mask. Load the "
+            f"{_name(module)} must attend with a prepared mask, but {call.implementation} has no such mask. Load the "
             "model with `attn_implementation='sdpa'`, or train it with `padding_free=False`."
         )
     return call.cached(("prepared", kind), lambda: prepared.of_segments(kind, call.tokens.layout))
@@ -409,7 +408,7 @@ def torch_varlen_applies(query: torch.Tensor, value: torch.Tensor, layout: Layou
         missing.append(f"this torch ({torch.__version__}) or GPU (needed: torch 2.11, Ampere)")
     if missing:
         logger.warning_once(
-            "Packed batches attend segment by segment, which is exact and slow: torch's variable-length "
+            "One attention call per row, which is exact but slow: torch's variable-length "
             f"FlashAttention does not support {', '.join(missing)}. FlashAttention 2 or 3 may."
         )
     return not missing

@@ -243,16 +243,16 @@ def gather_keys(layout: Layout, key: torch.Tensor, value: torch.Tensor) -> tuple
     """The keys and values of all segments, concatenated: each `(1, K, T, D)` to `(1, K, sum of keys.lengths, D)`."""
     if layout.key_index is None:
         return key, value
-    key, value = gather_tokens(layout, by_token(key), by_token(value))
+    key, value = gather_tokens(layout, key, value)
     return key.transpose(0, 1).unsqueeze(0), value.transpose(0, 1).unsqueeze(0)
 
 
 def gather_tokens(layout: Layout, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[`gather_keys`] with tokens first: each `(T, K, D)` to `(sum of keys.lengths, K, D)`."""
+    """[`gather_keys`] with tokens first in the result: each `(1, K, T, D)` to `(sum of keys.lengths, K, D)`."""
     if (index := layout.key_index) is None:
-        return key, value
+        return by_token(key), by_token(value)
     if not (key.requires_grad or value.requires_grad):  # a function with a backward costs time on the host
-        return key.index_select(0, index), value.index_select(0, index)
+        return by_token(key).index_select(0, index), by_token(value).index_select(0, index)
     return GatherKeys.apply(key, value, index, *layout.key_sort_order)
 
 
@@ -264,7 +264,7 @@ def by_token(states: torch.Tensor) -> torch.Tensor:
 
 class GatherKeys(torch.autograd.Function):
     """
-    Keys and values of all segments: each `(T, K, D)` to `(sum of keys.lengths, K, D)`.
+    Keys and values of all segments: each `(1, K, T, D)` to `(sum of keys.lengths, K, D)`.
 
     The backward of `index_select` adds the gradients of a shared token in the order in which GPU threads arrive, and
     in half precision. This one is a single sum for each token, in float32 and in a fixed order: the same result in
@@ -277,11 +277,12 @@ class GatherKeys(torch.autograd.Function):
         offsets: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         ctx.order, ctx.offsets = order, offsets
-        return key.index_select(0, index), value.index_select(0, index)
+        return by_token(key).index_select(0, index), by_token(value).index_select(0, index)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return *(sum_by_token(x, ctx.order, ctx.offsets) for x in grads), None, None, None
+        sums = (sum_by_token(x, ctx.order, ctx.offsets) for x in grads)
+        return *(x.transpose(0, 1).unsqueeze(0) for x in sums), None, None, None
 
 
 def sum_by_token(rows: torch.Tensor, order: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:

@@ -202,11 +202,13 @@ class ForwardPatch:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.is_on or torch.jit.is_tracing():  # a trace would keep the layout of its example
             return self.wrapped(*args, **kwargs)
-        return self._run(*args, **kwargs)
+        # `torch.compiler.disable` costs time on the host in every layer.
+        call = self._untraced if torch.compiler.is_dynamo_compiling() else self.call
+        return call(*args, **kwargs)
 
-    # Not traced: packing reads lengths from the device, and dynamo would recompile it for each of them.
+    # Packing reads lengths from the device, and dynamo would recompile it for each of them.
     @torch.compiler.disable
-    def _run(self, *args: Any, **kwargs: Any) -> Any:
+    def _untraced(self, *args: Any, **kwargs: Any) -> Any:
         return self.call(*args, **kwargs)
 
     def call(self, *args: Any, **kwargs: Any) -> Any:

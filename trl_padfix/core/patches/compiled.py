@@ -179,13 +179,15 @@ def attend_compiled(
             f"A compiled {type(module).__name__} has no dropout, softcap or sinks in its attention. Set "
             "`torch_compile=False`."
         )
-    query, key, value = map(by_token, in_attention_dtype(query, key, value))
-    if segments.keys is not None:
+    query, key, value = in_attention_dtype(query, key, value)
+    if segments.keys is None:
+        key, value = by_token(key), by_token(value)
+    else:
         key, value = GatherKeys.apply(key, value, *segments.keys)
     ends = segments.cu_seqlens_q, segments.cu_seqlens_q if segments.cu_seqlens_k is None else segments.cu_seqlens_k
     longest = segments.longest_query, segments.longest_key
     scale = kwargs.get("scaling")
-    return torch_varlen(query, key, value, (*ends, *longest), scale, segments.window).unsqueeze(0), None
+    return torch_varlen(by_token(query), key, value, (*ends, *longest), scale, segments.window).unsqueeze(0), None
 
 
 def _segments(call: PackedCall, mask: object) -> Segments | None:
