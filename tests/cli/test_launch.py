@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import accelerate.commands.launch as accelerate_launch
 import psutil
@@ -288,6 +289,19 @@ def test_ctrl_c_is_one_line_that_says_how_to_go_on(recipe, tmp_path, monkeypatch
     assert [text.count("\n") for text in said] == [1, 1]
     assert "before the first checkpoint" in said[0]
     assert "add `--resume_from_checkpoint latest`" in said[1]
+
+
+def test_a_single_process_sees_one_gpu(monkeypatch):
+    """With several visible GPUs and no launcher around it, it would use `nn.DataParallel`, which is refused."""
+    seen = []
+    monkeypatch.setattr("trl_padfix.cli.launch.main", lambda *_: seen.append(os.environ.get("CUDA_VISIBLE_DEVICES")))
+    for environment in ({}, {"CUDA_VISIBLE_DEVICES": "3"}, {"LOCAL_RANK": "1"}):
+        with patch.dict(os.environ):
+            for name in ("CUDA_VISIBLE_DEVICES", "LOCAL_RANK"):
+                os.environ.pop(name, None)
+            os.environ.update(environment)
+            run("dpo", [])
+    assert seen == ["0", "3", None]
 
 
 def test_a_signal_to_the_command_alone_ends_the_training(monkeypatch):

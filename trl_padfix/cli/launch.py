@@ -162,7 +162,7 @@ def _tiny_model(shape: str, script: Any, directory: Path, model: Any, data: Any)
     from .. import build_tiny
 
     if model.model_name_or_path:
-        raise ValueError("`tiny_model` builds a model and `model_name_or_path` loads one: give one of them.")
+        raise ValueError("`tiny_model` builds a model and `model_name_or_path` loads one: give only one of them.")
     if data.datasets:
         rows = trl.get_dataset(data)[script.dataset_train_split]
     else:
@@ -198,6 +198,8 @@ def run(method: str, args: Sequence[str]) -> None:
     from .user_errors import explain_errors
 
     disable_telemetry()
+    if "LOCAL_RANK" not in os.environ:  # one process: with several visible GPUs it would use `nn.DataParallel`
+        os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
     rank = f" (process {rank})" if (rank := os.environ.get("RANK")) is not None else ""
     with explain_errors(f"trl-padfix {method}{rank}"):
         try:

@@ -60,12 +60,12 @@ def check_launch(trainer: TaskTrainer) -> None:
     """
     if trainer.args.n_gpu > 1:
         raise PaddingRemovalError(
-            f"`nn.DataParallel` on {trainer.args.n_gpu} GPUs runs copies of the model that share one decoder. Launch "
-            "with `accelerate launch`, or choose one GPU with `CUDA_VISIBLE_DEVICES`."
+            f"`nn.DataParallel` on {trainer.args.n_gpu} GPUs runs copies of the model that share one decoder. Set "
+            "`CUDA_VISIBLE_DEVICES=0`, or start one process for each GPU (`accelerate launch --multi_gpu`)."
         )
     if splitting_parallelism(trainer.accelerator, "sp_size"):
         raise PaddingRemovalError(
-            "`sp_size` (DeepSpeed's) splits every padded row over processes, and a packed batch has no such rows. "
+            "`sp_size` (DeepSpeed's) splits every padded row over processes, but a packed batch has no such rows. "
             "Use `cp_size`, which splits the packed row, or set `padding_free=False`."
         )
 
