@@ -264,13 +264,13 @@ OTHERS = {
                 "pydantic-extra-types", "python-dotenv", "schedulefree", "wandb", "zstandard"),
     "ms-swift": ("addict", "aiohttp", "attrdict", "av", "binpacking", "cpm-kernels", "cryptography", "dacite",
                  "einops", "fastapi", "httpx", "jieba", "json-repair", "modelscope", "msgspec", "nltk", "openai",
-                 "oss2", "rouge", "sentencepiece", "simplejson", "sortedcontainers", "tiktoken", "uvicorn",
+                 "oss2", "pillow", "rouge", "sentencepiece", "simplejson", "sortedcontainers", "tiktoken", "uvicorn",
                  "zstandard"),
     "llamafactory": ("antlr4-python3-runtime==4.9.3", "av==16.0.0", "deepspeed", "einops", "fastapi", "fire",
                      "gradio==5.50.0", "hf-transfer", "modelscope", "omegaconf", "sentencepiece", "sse-starlette",
                      "tiktoken", "tyro<0.9", "uvicorn"),
     "verl": ("antlr4-python3-runtime==4.9.3", "cloudpickle", "codetiming", "dill", "fastapi", "hydra-core",
-             "omegaconf", "orjson", "pybind11", "pylatexenc", "pyvers", "ray[default]", "uvicorn", "wandb"),
+             "omegaconf", "orjson", "pillow", "pybind11", "pylatexenc", "pyvers", "ray[default]", "uvicorn", "wandb"),
 }  # fmt: skip
 
 # The wheel of torchaudio looks for CUDA's libraries beside a torch that has none; what is run here needs none of them.

@@ -29,7 +29,7 @@ METHODS = {"sft": TEXTS, "dpo": PAIRS, "rm": PAIRS}
 
 def config(folder, method: str, **more) -> str:
     """A YAML as users of LLaMA-Factory write it."""
-    (folder / "dataset_info.json").write_text(json.dumps({"rows": METHODS[method]}))
+    (folder / "dataset_info.json").write_text(json.dumps({"rows": METHODS.get(method, TEXTS)}))
     settings = {
         "model_name_or_path": str(folder / "model"),
         "stage": method,
