@@ -23,13 +23,13 @@ from trl_padfix.cli import METHODS
 
 FOLDER = Path(__file__).parent
 ATTENTION = (  # a flag of TRL's model configuration
-    "Attention implementation of the model: a name, or `'auto'` for an installed FlashAttention, else `sdpa`. "
+    "Attention of the model: a name, or `'auto'` for an installed FlashAttention, else `sdpa`, else `eager`. "
     '`None`: transformers chooses. For parts of a vision model: `{"text_config": "sdpa", "vision_config": "eager"}`.'
 )
 OPENING = """
 Our configurations add these fields to TRL's. Begin with [those that pay in every
-method](from_trl.md#settings-that-pay-in-every-method). Set them in Python, in a YAML, or as flags
-(`--padding_free true`). In a parser of your own, `--attn_implementation` is a flag of TRL's `ModelConfig`.
+method](from_trl.md#settings-that-pay-in-every-method). Set them in Python, in YAML, or as flags (`--padding_free
+true`). If your script parses TRL's `ModelConfig`, its `--attn_implementation` is used.
 
 ## Fields
 """
@@ -43,6 +43,17 @@ GROUPS = {
     "Evaluation": ("exact_eval_means", "predict_with_generate", "generation_max_new_tokens"),
 }  # fmt: skip
 """The fields by subject, each group from those that most runs set to those that few set."""
+
+PAGES = {
+    "padding_free": "how_it_works.md",
+    "prefix_sharing": "how_it_works.md#shared-prefixes",
+    "max_tokens_per_batch": "token_budget.md",
+    "parity_check": "numbers.md#in-your-run",
+    "strict": "limits.md#runs-padded-with-a-warning",
+    "attn_implementation": "attention.md",
+    "expand_turns": "rollouts.md",
+}
+"""What each page tells about."""
 
 HEADER = "| field=default | type | what it does |\n|---|---|---|\n"
 
@@ -68,7 +79,7 @@ METRICS = """
 | `padfix/auto_shared` | share of the forwards that used shared prefixes (with `prefix_sharing="auto"`) |
 | `perf/tokens_per_second` | real tokens per second of wall time, with data loading, optimizer and generation |
 
-The fractions cover only forwards without padding. In evaluation, each name begins with `eval_`.
+The fractions cover only packed forwards. In evaluation, each name begins with `eval_`.
 
 In GRPO, RLOO and distillation: if you use gradient accumulation without a token budget, `prefix_sharing` also moves
 completions of one prompt into the same micro-batch. The step stays the same, but means over batches (`entropy`, `kl`,
@@ -78,7 +89,9 @@ completions of one prompt into the same micro-batch. The step stays the same, bu
 
 | flag or variable | what it does |
 |---|---|
-| `--dry_run` | [checks the first batch](numbers.md#in-your-run) without a step |
+| `trl-padfix stats DATA` | counts tokens, with `--tokenizer ID` or `--train-tokenizer SIZE`; `--batch-size` is 8 |
+| `trl-padfix doctor` | shows what runs here; with `--model` or `--attn`, exits with 1 if that cannot run |
+| `--dry_run` | [checks the first batch](numbers.md#in-your-run) without training |
 | `--resume_from_checkpoint` | takes `latest` or a folder ([resume](../recipes/README.md#resume)) |
 | `--accelerate_config` | takes a file, or the name of one of TRL's |
 | `trl-padfix COMMAND --help` | lists all flags |
@@ -86,8 +99,8 @@ completions of one prompt into the same micro-batch. The step stays the same, bu
 | `TRL_PADFIX_OFF=1` | lets TRL's code compute every step |
 
 `TRL_PADFIX_OFF=1` turns off `padding_free`, `prefix_sharing`, `max_tokens_per_batch`, `packed_multiple_of`,
-`group_by_prefix` and `pool_last_token`, and with a warning `remove_padding` and the callback. Fields that choose rows,
-attention or metrics stay on, for example `expand_turns` and `attn_implementation`.
+`group_by_prefix` and `pool_last_token`, and, with a warning, `remove_padding` and the callback. Fields that choose
+rows, attention or metrics stay on, for example `expand_turns` and `attn_implementation`.
 """
 
 MADE = "<!-- Made by docs/make_pages.py; do not edit. -->\n\n"
@@ -117,7 +130,8 @@ def options() -> str:
         for name in names:
             default, described = by_name.pop(name)
             only = "" if len(methods[name]) == len(METHODS) else f"*{', '.join(methods[name])} only.* "
-            page += f"| `{name}={default}` | {TYPES[name]} | {only}{' '.join(described.split())} |\n"
+            field = f"[`{name}={default}`]({PAGES[name]})" if name in PAGES else f"`{name}={default}`"
+            page += f"| {field} | {TYPES[name]} | {only}{' '.join(described.split())} |\n"
     if by_name:
         raise ValueError(f"`GROUPS` lacks {', '.join(by_name)}.")
     page += METRICS

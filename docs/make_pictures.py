@@ -21,10 +21,10 @@ ROOT = FOLDER.parent
 GREY, BLUE, GREEN, ORANGE = "lightgrey", "tab:blue", "tab:green", "tab:orange"
 
 MEASURED = {
-    "1. DPO": ["dpo-hh-rlhf-8-pairs-smollm2-cpu"],
-    "2. SFT": ["sft-hh-rlhf-8-rows-smollm2-cpu"],
-    "3. GRPO": ["grpo-8-completions-smollm2-cpu"],
-    "4. DPO, bf16": ["dpo-hh-rlhf-4-pairs-smollm2-defaults-cpu"],
+    "1. DPO, bf16": ["dpo-hh-rlhf-4-pairs-smollm2-defaults-cpu"],
+    "2. DPO": ["dpo-hh-rlhf-8-pairs-smollm2-cpu"],
+    "3. SFT": ["sft-hh-rlhf-8-rows-smollm2-cpu"],
+    "4. GRPO": ["grpo-8-completions-smollm2-cpu"],
     "5. DPO, nothing shared": ["dpo-equal-lengths-cpu"],
     "6. DPO, hybrid": ["dpo-hybrid-hh-rlhf-8-pairs-cpu"],
     "7. SFT, turns": ["sft-airline-32-rows-cpu"],

@@ -39,22 +39,23 @@ TEXT = """\
 
 <!-- Made by `python tests/core/test_families.py --write`; do not edit. -->
 
-Find your model type (`model.config.model_type`) below. We ran each type of transformers 5.24 as a tiny random model
-in float32. Rows were longer than every window, shared prefixes, and were padded on both sides. *Exact* means that
-log-probabilities, gradients (relative), router logits and auxiliary loss are within 1e-4 of each row computed alone.
-*Packed*, *forked* and *rows* are [modes of layers](attention.md#how-layers-other-than-attention-run). Encoders such as
-`roberta` ran as decoders; `bert, is_decoder=False` is the encoder.
+`trl-padfix doctor --model ID` tells the type of your model (`model.config.model_type`) and how it runs. We ran each
+type of transformers 5.24 as a tiny random model in float32. Rows exceeded every window, shared prefixes, and were
+padded on both sides. *Exact* means that log-probabilities, gradients (relative), router logits and auxiliary loss are
+within 1e-4 of each row computed alone. *Packed*, *forked* and *rows* are [modes of
+layers](attention.md#how-layers-other-than-attention-run). Encoders such as `roberta` ran as decoders; `bert,
+is_decoder=False` is the encoder.
 
 Some results depend on the batch even in transformers: a `topk` between equal scores (DeepSeek V3.2 and V4,
-`glm_moe_dsa`, `axk2`, `hy_v4`), and `xlstm` on some CPUs. With the `rope_type` `dynamic` or `longrope`, rows equal
+`glm_moe_dsa`, `axk2`, `hy_v4`), and `xlstm` on some CPUs. With `rope_type` `dynamic` or `longrope`, rows equal
 [their padded batch](numbers.md#what-exact-means).
 """
 IMAGES = """\
 ## Families with images
 
 We ran these types on rows with two images, one, or none. *Exact* includes the gradients of the vision tower. *As
-padded* means that packed is within 1e-4 of the model's own padded batch, which differs from its rows alone. In a type
-that we did not run, the parity check of your run still applies."""
+padded* means that packed is within 1e-4 of the model's own padded batch, which differs from its rows alone. For a
+type that we did not run, your run's parity check still applies."""
 
 pytestmark = pytest.mark.skipif(
     transformers.__version__ != "5.24.0", reason="the record is that of transformers 5.24.0"

@@ -1,6 +1,7 @@
 """The documentation: links lead somewhere, examples name what there is. `.ci/run` makes pages and builds the site."""
 
 import importlib
+import inspect
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -77,6 +78,17 @@ def test_the_api_page_has_every_public_name():
     listed = re.findall(r"^::: \S+\.(\w+)$", (DOCS / "api.md").read_text(), re.MULTILINE)
     # `Padding` is only met as `trainer.padding`.
     assert {*listed} == set(trl_padfix.__all__) - {"__version__"} | {"Padding"}
+
+
+def test_the_api_page_has_the_arguments_of_our_functions():
+    block = re.search(r"```text\n(.*?)```", (DOCS / "api.md").read_text(), re.DOTALL)[1]
+    for line in block.splitlines():
+        name, arguments = re.match(r"(\w+)\((.*?)\)(?:  #|$)", line).groups()
+        signature = inspect.signature(getattr(trl_padfix, name), eval_str=False)
+        plain = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+        assert str(signature.replace(parameters=plain, return_annotation=signature.empty)).replace("'", '"') == (
+            f"({arguments})".replace("=Task", '=<class "trl_padfix.trainers.task.Task">')
+        )
 
 
 def test_workflows_and_forms_are_yaml_and_run_what_there_is():

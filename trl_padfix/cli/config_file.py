@@ -62,7 +62,7 @@ def read_given(args: Sequence[str]) -> Given:
         ValueError: If the file is not a YAML mapping, or a key appears twice.
     """
     if args[-1] == "--config":
-        raise ValueError("`--config` needs the path of a YAML after it.")
+        raise ValueError("`--config` needs the path of a YAML file.")
     given = _read_yaml(args[args.index("--config") + 1]) if "--config" in args else Given({}, {})
     for i, word in enumerate(args):
         if word.startswith("--"):
@@ -118,7 +118,7 @@ def check_given(method: str, given: Given) -> str | bool | None:
     if isinstance(names := values.get("reward_funcs"), str):
         raise ValueError(f"{places['reward_funcs']}: write a list: `reward_funcs: [{names}]`.")
     if str(values.get("eval_on_start")).lower() == "true" and str(values.get("eval_strategy") or "no") == "no":
-        raise ValueError("`eval_on_start` evaluates, and `eval_strategy` is 'no'. Leave one of them out.")
+        raise ValueError("`eval_on_start` evaluates, but `eval_strategy` is 'no'. Leave one of them out.")
     if not (values.get("dataset_name") or values.get("datasets")):
         raise ValueError(
             "no data is given: set `--dataset_name` to a folder or a Hub id, or `datasets` in a YAML (`--config`)."

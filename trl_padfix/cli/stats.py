@@ -52,7 +52,7 @@ def stats(
     lengths = measure(dataset, loaded)
     kept, unit = lengths.truncated(max_length or None), UNITS[trainer]
     if not len(kept) or not kept.sequences.any():
-        raise ValueError(f"no row is left: each row is empty, or its prompt alone has max_length={max_length} tokens.")
+        raise ValueError(f"no row is left: each row is empty, or its prompt alone fills max_length={max_length}.")
     verdict = advise(kept, trainer=trainer, batch_size=batch_size)
     truncated = int((kept.sequences > kept.kept_tokens).any(1).sum())
     typer.echo(f"{len(lengths):,} {unit} of {data} for {trainer}")

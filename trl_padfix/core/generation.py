@@ -158,7 +158,7 @@ def _aligned(call: dict[str, Any], main: str) -> dict[str, torch.Tensor]:
     if caches := [name for name in CACHES if call.get(name) is not None]:
         raise ValueError(
             f"The call carries `{caches[0]}`, a cache for the columns of an earlier batch: this batch cannot be "
-            "aligned any more. Generate from the whole prompts, or call `model.generate` on a left-padded batch."
+            "aligned anymore. Generate from the whole prompts, or call `model.generate` on a left-padded batch."
         )
     mask = torch.ones(ids.shape[:2], dtype=torch.int64, device=ids.device) if mask is None else mask
     empty = (mask.sum(1) == 0).nonzero().flatten().tolist() if mask.dim() == 2 else []

@@ -166,7 +166,7 @@ def classes_of(module: str) -> dict[str, type]:
             raise  # TRL has the module, but one of its imports failed
         tested = TESTED[-1].trl
         raise ImportError(
-            f"TRL {installed_version('trl')} has no `trl.experimental.{module}` (any more), so `trl_padfix."
+            f"TRL {installed_version('trl')} has no `trl.experimental.{module}` (anymore), so `trl_padfix."
             f"experimental.{module}` is gone with it; TRL {tested} had it. Run: pip install 'trl=={tested}', or use "
             "another trainer."
         ) from error

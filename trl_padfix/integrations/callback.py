@@ -60,7 +60,7 @@ NOT_COVERED = (
     "Padding is removed from the model alone, since transformers passes no trainer to callbacks. A reference model "
     "stays padded; a loss of yours that reads logits at padding or what hooks within the model keep, or that predicts "
     "labels from padding, gets packed values; trackers get no `padfix/` metrics. Call `callback.attach(trainer)` "
-    "before `trainer.train()` to have all of it."
+    "before `trainer.train()` to cover these, too."
 )
 
 PACKS = "packs rows before the model is called, so there is no padding to remove and no prefix to share."
@@ -196,7 +196,7 @@ class PaddingRemovalCallback(TrainerCallback):
         self.remove()
         if splitting_parallelism(trainer.accelerator, "cp_size"):
             raise PaddingRemovalError(
-                "`cp_size` splits rows over processes, and a callback cannot split the inputs of the trainer's loss. "
+                "`cp_size` splits rows over processes, but a callback cannot split the inputs of the trainer's loss. "
                 "Use a trainer of this package, or train without context parallelism."
             )
         models = models_of(trainer)
@@ -301,7 +301,7 @@ class PaddingRemovalCallback(TrainerCallback):
         trainer = self._given
         if trainer is not None and model is not None and trainer.model is not model:
             raise ValueError(
-                "This callback was attached to another trainer since. Give each trainer a `PaddingRemovalCallback` of "
+                "This callback now belongs to another trainer. Give each trainer a `PaddingRemovalCallback` of "
                 "its own, or call `callback.attach(trainer)` again."
             )
         models = [] if trainer is None else models_of(trainer)
@@ -373,7 +373,7 @@ class PaddingRemovalCallback(TrainerCallback):
         if self._trainer.accelerator.is_local_main_process:
             removed = f"{stats.packed_tokens} of {stats.padded_tokens} tokens were computed"
             if stats.packed_tokens == stats.padded_tokens:
-                removed = f"no padding was removed, the batch has none ({removed})"
+                removed = f"no padding was removed, because the batch has none ({removed})"
             say(f"First step: {removed}.")
         if self._first_call is not None:  # still recording
             logger.warning(

@@ -45,7 +45,7 @@ def train(config: dict[str, Any] | None = None) -> None:
     """
     arguments = read_args(config)
     if not isinstance(arguments, dict):  # without a file it is the list of the command line
-        raise ValueError(f"Name a YAML first (`config.yaml key=value ...`); the command line is {arguments}.")
+        raise ValueError(f"Name a YAML file first (`config.yaml key=value ...`); got {arguments}.")
     callback = callback_from(arguments, without="`llamafactory-cli train`")
     if KEY not in arguments:
         raise ValueError(

@@ -53,7 +53,7 @@ class PadfixCallback(PaddingRemovalCallback):
         template: Any = self._new_trainer.template  # ms-swift's settings of batches
         if (size := template.sequence_parallel_size) > 1:
             raise PaddingRemovalError(
-                f"`--sequence_parallel_size {size}` splits each padded row over processes, and a packed batch has no "
+                f"`--sequence_parallel_size {size}` splits each padded row over processes, but a packed batch has no "
                 "such rows. Leave it out, or train without the callback."
             )
         packed = {"packing": template.packing, "padding_free": template.padding_free}

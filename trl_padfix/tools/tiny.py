@@ -195,7 +195,7 @@ def build_tiny(shape: str, rows: Any, directory: str | Path) -> str:
     ```
     """
     if shape not in SHAPES:
-        raise ValueError(f"`build_tiny` has the shapes {', '.join(SHAPES)}, and none is called {shape!r}.")
+        raise ValueError(f"`build_tiny` has the shapes {', '.join(SHAPES)}, but none is called {shape!r}.")
 
     def build(folder: Path) -> None:
         tokenizer = train_tokenizer((text for row in rows for text in texts_of_row(row)), SHAPES[shape]["vocab_size"])

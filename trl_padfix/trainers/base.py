@@ -269,7 +269,7 @@ class PaddingFreeMixin:
         # Every training and evaluation begins here, after `model_init`; data loaders read the handle of the model.
         given, now = vars(self.padding.settings), vars(Settings.of(self.args, **self.fixed_settings))
         if late := [f"`{name}={now[name]}`" for name in given if now[name] != given[name]]:
-            raise ValueError(f"Set {', '.join(late)} before you make the trainer, which has read its configuration.")
+            raise ValueError(f"Set {', '.join(late)} before you make the trainer: it has already read its fields.")
         self._follow_models()
         if is_training and self.padding.settings.are_set:
             observe_user_step(self, self._around_user_step)

@@ -2,7 +2,7 @@
 TRL's configurations with our fields.
 
 Each field is documented once, in the docstring of the first configuration that has it. `--help` and `docs/options.md`
-are generated from these docstrings; so that `--help` is fast, checks import what they need when they run.
+are generated from these docstrings; to keep `--help` fast, checks import what they need only when they run.
 """
 
 # No `from __future__ import annotations`: until Python 3.10 `get_type_hints`, which TRL's parser calls, takes an
@@ -46,7 +46,7 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
             tuning and p-tuning.
         parity_check (`bool`, *optional*, defaults to `True`):
             Compare a few rows with and without padding in the first steps. If the model is wrong, the run stops. If
-            only the loss is wrong, the run continues padded. Set `False` only to measure time.
+            only the loss is wrong, the run continues padded. Disable it only to measure time.
         strict (`bool`, *optional*, defaults to `False`):
             Raise an error if a call cannot be packed, or if the loss depends on padding. By default such calls run
             padded, with a warning.
@@ -106,7 +106,7 @@ class RewardConfig(AttentionConfig, BudgetConfig, PaddingConfig, trl.RewardConfi
             As in [`DPOConfig`].
         pool_last_token (`bool`, *optional*, defaults to `False`):
             Score the last position where `attention_mask` is 1. By default the model scores the last token that is
-            not the pad token. Set `True` if the pad token also occurs in the text. Needs `padding_free`.
+            not the pad token. Enable it if the pad token also occurs in the text. Needs `padding_free`.
         **kwargs:
             All fields of [`~trl.RewardConfig`].
 
@@ -231,7 +231,7 @@ class SFTConfig(AttentionConfig, EvaluationConfig, BudgetConfig, PaddingConfig, 
             As in [`DPOConfig`].
         expand_turns (`bool`, *optional*, defaults to `False`):
             Make one row for each assistant turn in `messages`, with the messages before it as the prompt. Use it for
-            rollouts of agents, and for templates that drop earlier thinking.
+            agent rollouts, and for templates that drop earlier thinking.
         **kwargs:
             All fields of [`~trl.SFTConfig`].
 

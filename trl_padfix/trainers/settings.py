@@ -306,7 +306,7 @@ def check_token_budget(budget: int | None, config: TrainingArguments) -> None:
         if longest is not None and longest > budget:
             raise ValueError(
                 f"A row may have `{name}={longest}` tokens, more than `max_tokens_per_batch={budget}`, and "
-                f"no batch could hold it. Raise the budget above {longest} and the length of a prompt, or lower "
+                f"no batch could hold it. Raise the budget above {longest} plus the length of a prompt, or lower "
                 f"`{name}`."
             )
 
@@ -327,7 +327,7 @@ def check_grouping(settings: Settings, config: TrainingArguments) -> None:
     if given.get("packing"):
         raise ValueError(
             "`packing=True` joins rows before they are sampled, and joined rows share no prefix. "
-            "Set one of `packing` and `group_by_prefix`."
+            "Set only one of `packing` and `group_by_prefix`."
         )
     strategy = given.get("train_sampling_strategy", "random")
     strategy = "group_by_length" if given.get("group_by_length") is True else strategy

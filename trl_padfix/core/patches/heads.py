@@ -278,7 +278,7 @@ class PoolingPatch(BatchPatch):
             self._has_warned = True
             logger.warning(
                 f"In {int(not_last.sum())} of {len(mask)} rows of this batch {type(self.module).__name__} scores "
-                f"another token than the last one: they end in `pad_token_id={pad}`, which it takes for padding. The "
+                f"a token other than the last one: they end in `pad_token_id={pad}`, which it takes for padding. The "
                 f"served model does the same. {remedy} (Shown once.)"
             )
         return False

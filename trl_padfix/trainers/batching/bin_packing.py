@@ -464,7 +464,7 @@ class RowSplitter:
         """The items of each part."""
         if (costs.tokens > self.budget).any() and context().stats is None:  # a comparison has a budget of its own
             logger.warning_once(
-                f"Rows have more tokens than `max_tokens_per_batch={self.budget}`: each of them has its own forward, "
+                f"Some rows have more tokens than `max_tokens_per_batch={self.budget}`: each has its own forward, "
                 "and needs memory for its length. Raise the budget, or shorten the rows. (Shown once.)"
             )
         pack = pack_depth_first if self.shares_across else pack_by_budget

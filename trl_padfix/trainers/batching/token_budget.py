@@ -97,7 +97,7 @@ class TokenBudget(Part):
         trainer = self.trainer
         if splitting_parallelism(trainer.accelerator, "tp_size"):
             raise ValueError(
-                "`max_tokens_per_batch` splits the batch of a process, and under tensor parallelism several processes "
+                "`max_tokens_per_batch` splits the batch of a process, but under tensor parallelism several processes "
                 "compute one batch. Leave one of them out."
             )
         if has_static_graph(trainer):

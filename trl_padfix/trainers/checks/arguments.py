@@ -38,7 +38,7 @@ def check_arguments(
     side, collator = settings.padding_side, init_kwargs.get("data_collator")
     if side is not None and (not task.knows(collator) or getattr(collator, "padding_side", side) != side):
         raise ValueError(
-            f"`padding_side={side!r}` is for the default collator, and `data_collator` is your own "
+            f"`padding_side={side!r}` is for the default collator, but `data_collator` is your own "
             f"`{type(collator).__name__}`, which chooses the side. Set the side there, and leave `padding_side` out."
         )
 

@@ -119,8 +119,8 @@ class RecordedRollouts:
         counts = Counter(prompts)
         if wrong := {name: count for name, count in counts.items() if count != self.trials}:
             raise ValueError(
-                f"A task has {self.trials} trials, and a process was asked for {next(iter(wrong.values()))} of one. "
-                f"Set `num_generations={self.trials}`, and `per_device_train_batch_size` to a multiple of it."
+                f"Each task has {self.trials} trials, but a process was asked for {next(iter(wrong.values()))} of "
+                f"one. Set `num_generations={self.trials}`, and `per_device_train_batch_size` to a multiple of it."
             )
         # TRL repeats the prompt of a group: the first time is trial 0, the second trial 1, ...
         trials = {name: iter(self._tokens[name]) for name in counts}

@@ -108,7 +108,7 @@ def expand_turns(dataset: D, name: str = "train") -> D:
     rows = dataset.map(expand, **how, desc=f"Making a row from each turn of the {name} dataset")
     if not len(rows):
         raise ValueError(
-            f"None of the {len(dataset)} conversations of the {name} dataset has a turn of the assistant after "
+            f"None of the {len(dataset)} conversations of the {name} dataset has an assistant turn after "
             "another message, so there is nothing to train on. A turn is a message with the `role` 'assistant'."
         )
     return rows

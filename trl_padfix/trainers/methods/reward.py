@@ -38,7 +38,7 @@ class RewardTask(PairTask):
         model = init_kwargs.get("model")
         if isinstance(model, torch.nn.Module) and find_pretrained(model).get_output_embeddings() is not None:
             raise ValueError(
-                f"{type(model).__name__} scores every next token, and a reward model scores a whole sequence. Load "
+                f"{type(model).__name__} scores every next token, but a reward model scores a whole sequence. Load "
                 "it with `AutoModelForSequenceClassification.from_pretrained(..., num_labels=1)`, or pass its id."
             )
 

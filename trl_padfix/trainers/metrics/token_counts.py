@@ -115,7 +115,7 @@ class TokenCounts(Part):
         if handle.is_removed or is_unpacked:
             self._warned = True
             why = "padding removal was detached from the model" if handle.is_removed else handle.why_unpacked()
-            logger.warning(f"Nothing was packed in step {step.number}: {why}. No saving is logged.")
+            logger.warning(f"Nothing was packed in step {step.number}: {why}. No savings are logged.")
 
     @contextlib.contextmanager
     def around_evaluate(self) -> Iterator[None]:

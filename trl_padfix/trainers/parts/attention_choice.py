@@ -57,7 +57,7 @@ class AttentionChoice(Part):
                 self._chosen[prefix] = _resolve(requested, model, config, prefix)
             elif prefix == "teacher_":
                 raise ValueError(
-                    f"`teacher_attn_implementation={requested!r}` is for a teacher model, and none is given. Leave it "
+                    f"`teacher_attn_implementation={requested!r}` is for a teacher model, but none is given. Leave it "
                     "out, or pass `teacher_model`."
                 )
         if reference is None and "" in self._chosen:
@@ -104,7 +104,7 @@ def _requested_implementation(config: TrainingArguments, settings: Settings, pre
     if ours is not None and theirs is not None and ours != theirs:
         raise ValueError(
             f"`{prefix}attn_implementation={ours!r}` and `{prefix}model_init_kwargs={{'attn_implementation': "
-            f"{theirs!r}}}` disagree. Set one of them."
+            f"{theirs!r}}}` disagree. Set only one of them."
         )
     has_auto = "auto" in (theirs.values() if isinstance(theirs, dict) else [theirs])
     return theirs if ours is None and has_auto else ours

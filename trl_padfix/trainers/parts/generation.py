@@ -66,7 +66,7 @@ class Generation(Part):
         size = splitting_parallelism(trainer.accelerator, "tp_size", "cp_size", "sp_size")
         if size is not None:
             raise NotImplementedError(
-                f"`predict_with_generate=True` gives every process different prompts, and `{size}` lets several "
+                f"`predict_with_generate=True` gives every process different prompts, but `{size}` lets several "
                 "processes work on one batch. Set `predict_with_generate=False`, and generate after training."
             )
         for name, dataset in (evaluated if isinstance(evaluated, dict) else {"eval": evaluated}).items():
@@ -225,7 +225,7 @@ def _prompt_of(
     if not prompt:
         raise ValueError(
             f"A conversation of an evaluation dataset has the roles {[message['role'] for message in answer]}: no "
-            "assistant message follows another one, so there is nothing to generate. Drop such rows."
+            "assistant message follows another message, so there is nothing to generate. Drop such rows."
         )
     settings = row.get("chat_template_kwargs")
     rendered = maybe_apply_chat_template(

@@ -77,7 +77,7 @@ class RemovePadding(Part):
         args, handles = self.trainer.args, self.trainer.padding.handles
         if handles and is_zero(3, self.trainer.accelerator):
             raise PaddingRemovalError(
-                "`torch_compile=True` makes one graph of each decoder layer, and DeepSpeed ZeRO-3 gathers weights "
+                "`torch_compile=True` makes one graph of each decoder layer, but DeepSpeed ZeRO-3 gathers weights "
                 "module by module within it. Set `torch_compile=False`, or shard with ZeRO-2 or FSDP2."
             )
         from ...core.patches.compiled import compile_layers

@@ -292,7 +292,7 @@ def compare(
         handle = attachment_of(model)
         if report.ok and report.fault and handle is not None:
             handle.say_once(
-                f"{report.fault}. The run goes on packed; padded computations have this error. {report}.", "fault"
+                f"{report.fault}. The run continues packed; padded computations have this error. {report}.", "fault"
             )
     for report in reports[compared:]:  # after all forwards, which processes that shard the models compute together
         report.raise_if_failed()
