@@ -244,7 +244,7 @@ def test_attach_adds_the_callback_and_takes_a_trainer(tmp_path):
 def test_a_callback_serves_one_trainer_at_a_time(tmp_path):
     callback = PaddingRemovalCallback()
     first, second = (build_trainer(tmp_path, callbacks=[callback], max_steps=1) for _ in range(2))
-    with pytest.raises(ValueError, match="attached to another trainer"):
+    with pytest.raises(ValueError, match="belongs to another trainer"):
         first.train()
     for trainer in (second, first):  # the control
         callback.attach(trainer)
