@@ -123,6 +123,15 @@ def test_a_deep_copy_of_an_attached_model_can_be_attached():
         remove_padding(model)
 
 
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+def test_a_decoder_may_copy_its_config(copied):
+    view = patching.ConfigView(build("qwen2").config)
+    twin = copied(view)
+    twin.use_cache = not view.use_cache
+    assert twin.use_cache is not view.use_cache
+    assert twin._attn_implementation == view._attn_implementation == patching.PACKED_ATTENTION
+
+
 def test_a_method_that_was_kept_passes_calls_on_after_removal():
     model = build("qwen2")
     expected = call(model)

@@ -187,6 +187,19 @@ def test_what_it_logs_reaches_the_reporters_before_it(tmp_path):
     assert sum("padfix/pad_fraction" in log for log in seen) == 5
 
 
+def test_a_prediction_within_a_training_does_not_end_its_metrics(tmp_path):
+    class Predicts(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                trainer.predict(trainer.train_dataset.select(range(2)))
+
+    callback = PaddingRemovalCallback()
+    trainer = build_trainer(tmp_path, callbacks=[callback, Predicts()], max_steps=3, logging_steps=1)
+    callback.attach(trainer)
+    trainer.train()
+    assert ["padfix/pad_fraction" in log for log in trainer.state.log_history if "loss" in log] == [True] * 3
+
+
 def test_a_second_training_attaches_again_also_after_a_failed_one(tmp_path):
     callback = PaddingRemovalCallback()
     trainer = build_trainer(tmp_path, callbacks=[callback], max_steps=2)

@@ -83,6 +83,16 @@ def test_contents_are_read_without_the_init_of_a_users_container():
     assert dict(trainer.counts) == {"rows": 1}
 
 
+def test_a_container_may_contain_itself():
+    trainer = build()
+    trainer.mine = {"rows": 1}
+    trainer.mine["me"] = trainer.mine
+    with saved_state(trainer):
+        trainer.mine["rows"] += 1
+    assert trainer.mine["rows"] == 1
+    assert trainer.mine["me"] is trainer.mine
+
+
 def test_a_dataset_is_not_copied():
     trainer = build()
     trainer.train_dataset = Rows([{"input_ids": [1]}])

@@ -168,6 +168,16 @@ def test_a_loss_that_was_not_compared_is_named(tmp_path, caplog):
     assert any("`OfWholeBatches.compute_loss` was not compared" in line for line in our_warnings(caplog))
 
 
+def test_a_model_may_have_an_empty_parameter_and_a_loss_of_trls_that_raises_is_named(tmp_path, caplog, monkeypatch):
+    trainer = make(trl_padfix, "SFT", tmp_path, padding_free=True)
+    trainer.model.empty = torch.nn.Parameter(torch.zeros(0))
+    trainer.train()
+    assert not any("was not compared" in line for line in our_warnings(caplog))
+    monkeypatch.setattr(step_parity._Comparison, "_gradient", lambda self: 1 / 0)
+    make(trl_padfix, "SFT", tmp_path, padding_free=True).train()
+    assert any("on a few rows it raises ZeroDivisionError" in line for line in our_warnings(caplog))
+
+
 def test_a_loss_is_compared_until_a_batch_has_a_gradient(tmp_path, monkeypatch):
     """Where all rewards are equal, a loss that reads padding multiplies it by zero."""
 

@@ -26,6 +26,19 @@ def test_auto_follows_the_counts_of_each_batch(tmp_path):
         assert shares == ([1.0] * 3 if sharing == "auto" else [])
 
 
+def test_real_tokens_are_those_of_the_batch_with_a_budget_too(tmp_path, monkeypatch):
+    counted = []
+
+    def add(self, tokens, forwards, trainer):
+        counted.append(int(tokens))
+
+    monkeypatch.setattr("trl_padfix.trainers.metrics.token_counts.TokenCounter.add", add)
+    for budget in ({}, {"max_tokens_per_batch": 40}):
+        training(tmp_path, padding_free=True, per_device_train_batch_size=8, **budget)
+    assert counted[:3] == counted[3:]
+    assert min(counted) > 40  # the budget splits
+
+
 def test_auto_leaves_noisy_rows_apart(tmp_path):
     found = training(tmp_path, padding_free=True, prefix_sharing="auto", neftune_noise_alpha=5.0)
     assert found.entered == found.counts()["padding-free"]

@@ -1,4 +1,4 @@
-"""The handle of padding removal: its parts, its settings and its token counts. State of one call is in `calls.py`."""
+"""The handle of padding removal: its parts, settings and token counts. State of one call is in `call/calls.py`."""
 
 from __future__ import annotations
 

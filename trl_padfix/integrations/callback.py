@@ -399,10 +399,16 @@ class PaddingRemovalCallback(TrainerCallback):
             return
         metrics = report_of(self._counters, "eval" if self._is_evaluating else "train", self.handles[0])
         if self._is_evaluating:
-            # A report restarts the clock of its counter. That of a new one stands until the next evaluation.
-            self._is_evaluating, self._counters["eval"] = False, TokenCounter()
+            self._end_evaluation()
         logs.update(metrics)
         state.log_history[-1].update(metrics)  # Trainer has put a copy of `logs` there before this event
+
+    def on_predict(self, args: Any, state: TrainerState, control: TrainerControl, *_: Any, **kwargs: Any) -> None:
+        self._end_evaluation()  # `trainer.predict` logs nothing
+
+    def _end_evaluation(self) -> None:
+        # A report restarts the clock of its counter. That of a new one stands until the next evaluation.
+        self._is_evaluating, self._counters["eval"] = False, TokenCounter()
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.remove()

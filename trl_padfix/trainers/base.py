@@ -319,12 +319,9 @@ class PaddingFreeMixin:
             blocks.enter_context(temporarily_set(padding, running=step))
             # Not only for models that get labels: a loss may also use logits and completion masks.
             step.why_padded = reason = padding.task.why_padded(inputs)
-            handles = padding.handles if reason else []
-            for handle in handles:
-                blocks.enter_context(handle.disabled())
             for part in padding.in_steps if is_outer else ():
                 blocks.enter_context(part.around_step(step))
-            for handle in handles:  # within the blocks of the parts, which count it
+            for handle in padding.handles if reason else ():  # within the blocks of the parts, which count it
                 blocks.enter_context(handle.padded(reason))
             yield step
 

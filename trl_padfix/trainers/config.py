@@ -55,7 +55,7 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
             metrics ignore the filler. Use it for FP8, and for kernels that recompile for each length. Needs
             `padding_free`.
         attn_implementation (`str` or `dict[str, str]`, *optional*):
-            Attention implementation of the model: a name; `'auto'` for an installed FlashAttention, else `sdpa`; or,
+            Attention implementation of the model: a name; `'auto'` for an installed FlashAttention, else `sdpa`, else `eager`; or,
             for a vision model, a name for each part. Defaults to transformers' choice.
         ref_attn_implementation (`str` or `dict[str, str]`, *optional*):
             Like `attn_implementation`, but for the reference model. Defaults to the policy's.
@@ -71,7 +71,7 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
             another. Loss and metrics stay the same. Needs `padding_free`.
         group_by_prefix (`bool`, *optional*, defaults to `False`):
             Put rows with long shared prefixes into the same batch, for example the turns of a conversation. Needs
-            `prefix_sharing`.
+            `prefix_sharing`. An error with streams, images, `packing` and `group_by_length`.
         exact_eval_means (`bool`, *optional*, defaults to `False`):
             Average the metrics of an evaluation over all its pairs (DPO) or trained tokens (SFT). By default they are
             means of batch means, as in TRL. Exception: the loss of DPO with `loss_type="sft"`.

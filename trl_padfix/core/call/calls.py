@@ -169,7 +169,7 @@ class PackedCall:
         last_position (`int` or `torch.Tensor`):
             Largest position of the padded call, padding included.
         dry_run (`Callable`, *optional*):
-            Records the arguments of each layer, by its `id`, for each bucket of `RowBuckets`; if a mixer needs rows.
+            Returns, for each bucket of `RowBuckets`, the arguments of each layer by its `id`; if a mixer needs rows.
         prepared ([`PreparedMasks`], *optional*):
             Masks from the module around the decoder, if they differ from the decoder's own.
         one_bucket (`bool`):

@@ -27,12 +27,12 @@ class ForwardStates(dict[Hashable, tuple[torch.Tensor, ...]]):
 
     Attributes:
         output_spec (`TreeSpec`, *optional*): Structure of the decoder's output.
-        ids (`torch.Tensor` of shape `(t,)`): Ids of the tokens; set before the forward.
+        tokens (`int`): Number of tokens, without filler; set before the forward.
         fork_tokens (`tuple[int, ...]`): Indices of the tokens that paths of other forwards continue from.
     """
 
     output_spec: TreeSpec | None = None
-    ids: torch.Tensor = None  # type: ignore[assignment]
+    tokens: int = 0
     fork_tokens: tuple[int, ...] = ()
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> ForwardStates:
@@ -73,7 +73,7 @@ class PrefixStates:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the prefixes, followed by these, all `(1, K, tokens, D)`; `module` is the attention."""
         if self.records is not None:
-            t = len(self.records.ids)  # without filler
+            t = self.records.tokens
             self.records[module] = (key[:, :, :t], value[:, :, :t])
         if not self.reads:
             return key, value
@@ -110,8 +110,8 @@ class PrefixStates:
     def _prepend_output(self, index: int, new: torch.Tensor | None = None) -> torch.Tensor:
         """One output of the prefixes, followed by the output of the `new` tokens, if any."""
         if self.records is not None and new is not None:
-            t = len(self.records.ids)
-            self.records[index] = (new[:, :t] if new.dim() > 2 else new[:t],)  # without filler
+            t = self.records.tokens
+            self.records[index] = (new[:, :t] if new.dim() > 2 else new[:t],)
         outputs = [states[index][0] for states in self.reads] + ([] if new is None else [new])
         dim = 1 if outputs[0].dim() > 2 else 0  # `(1, T, ...)`, or `(T, experts)` of routers
         joined = torch.cat([x.to(outputs[-1].dtype) for x in outputs], dim=dim) if len(outputs) > 1 else outputs[0]

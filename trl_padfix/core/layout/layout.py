@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 __all__ = [
-    "Layout", "SegmentLengths", "cu_seqlens_of", "inverse_permutation", "move_maps", "pack", "packed_length",
+    "Layout", "SegmentLengths", "cu_seqlens_of", "move_maps", "pack", "packed_length",
     "to_device_async", "unpack",
 ]  # fmt: skip
 
@@ -419,32 +419,6 @@ def cu_seqlens_of(lengths: Iterable[int]) -> torch.Tensor:
     ```
     """
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-
-
-def inverse_permutation(order: torch.Tensor) -> torch.Tensor:
-    """
-    Index that undoes `order`: `x[order][inverse_permutation(order)]` is `x`.
-
-    Args:
-        order (`torch.Tensor` of shape `(n,)`):
-            The integers from 0 to `n - 1`, in any order.
-
-    Returns:
-        `torch.Tensor` of shape `(n,)`: the place of each integer in `order`.
-
-    Example: token 0 is computed by rank 1, tokens 1 and 2 by rank 0.
-
-    ```python
-    >>> import torch
-
-    >>> rank_order = torch.tensor([1, 0, 0]).argsort(stable=True)
-    >>> rank_order, inverse_permutation(rank_order)
-    (tensor([1, 2, 0]), tensor([2, 0, 1]))
-
-    ```
-    """
-    # The sorted values are 0, 1, 2, ..., so the index that sorts is the place of each value.
-    return order.argsort()
 
 
 def to_device_async(x: torch.Tensor, device: torch.device | str) -> torch.Tensor:

@@ -268,8 +268,7 @@ def _parent_tokens(layout: Layout, prefix_states: PrefixStates) -> tuple[list[Pa
     begin = 0
     for states in prefix_states.reads:
         prefix_forks += [begin + fork for fork in states.fork_tokens]
-        assert states.ids is not None, "states that others read were recorded by a forward that set them"
-        begin += len(states.ids)
+        begin += states.tokens
     parent_of = {token: Parent("prefix", n) for n, token in enumerate(prefix_forks)} | {-1: _NO_PARENT}
     parents = [Parent("packed", token - begin) if token >= begin else parent_of[token] for token in tokens]
     return parents, len(prefix_forks)

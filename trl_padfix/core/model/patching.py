@@ -45,7 +45,7 @@ class Attachment:
     """The patches of a model, put on and taken off together; a context manager that detaches at its end."""
 
     def __init__(self) -> None:
-        self.owned_by_trainer = False  # see `hand_to_trainer`
+        self.owned_by_trainer = False  # the next trainer on the model removes it before it attaches its own
         self._patches: list[ForwardPatch] = []
         self._recomputable: set[int] = set()  # ids of packed forwards that gradient checkpointing may recompute
         self.is_removed = False  # by its owner, or by another trainer
@@ -62,10 +62,6 @@ class Attachment:
             self.remove()
             raise
         return self
-
-    def hand_to_trainer(self) -> None:
-        """Mark as attached by a trainer: the next trainer on the same model removes it before it attaches its own."""
-        self.owned_by_trainer = True
 
     def take_over(self) -> None:
         """Detach for another trainer of the same model; the first trainer attaches again when it computes again."""
@@ -400,6 +396,12 @@ class ConfigView:
 
     def __setattr__(self, name: str, value: object) -> None:
         setattr(self.padfix_config, name, value)
+
+    def __copy__(self) -> ConfigView:
+        return ConfigView(copy.copy(self.padfix_config), self._attn_implementation)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ConfigView:
+        return ConfigView(copy.deepcopy(self.padfix_config, memo), self._attn_implementation)
 
     def get_text_config(self, *args: Any, **kwargs: Any) -> ConfigView:
         text_config = self.padfix_config.get_text_config(*args, **kwargs)

@@ -13,7 +13,7 @@ from functools import cached_property
 
 import torch
 
-from ..layout.layout import Layout, inverse_permutation
+from ..layout.layout import Layout
 from .collectives import Group, even_split, exchange
 
 
@@ -123,7 +123,7 @@ class ContextParallelLayout:
         local = x.index_select(0, self.local_index(tokens[ranks == self.group.rank]))
         counts = ranks.bincount(minlength=self.group.size).tolist()
         # Gathered values are in rank order (a stable sort by rank); the inverse restores the order of `tokens`.
-        order = inverse_permutation(ranks.argsort(stable=True))
+        order = ranks.argsort(stable=True).argsort()
         return self.group.all_gather_for_loss(local, counts).index_select(0, order)
 
 

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from ..call.arguments import feature_index, visual_mask
 from ..call.calls import LocalTokens, ScoredLabels
 from ..errors import PaddingRemovalError
-from ..layout.layout import Layout, inverse_permutation
+from ..layout.layout import Layout
 from ..model.inspection import bind
 from ..model.patching import view_of
 from .collectives import Group, even_split
@@ -118,7 +118,7 @@ class LocalLabels(ScoredLabels):
         self.group, self._total = cp_layout.group, len(labels)
         rank_of_label = cp_layout.rank_of(cp_layout.layout.packed_index_of(index))
         # Gathered values are in rank order: the inverse of the stable sort by rank restores the order of the labels.
-        self._order = inverse_permutation(rank_of_label.argsort(stable=True))
+        self._order = rank_of_label.argsort(stable=True).argsort()
         self._counts = rank_of_label.bincount(minlength=self.group.size).tolist()
         is_local = rank_of_label == self.group.rank
         super().__init__(index[is_local], labels[is_local])

@@ -394,7 +394,7 @@ class NumberingPatch(ForwardPatch):
     """Counts positions in each padded row from the first real token, if the caller passes none."""
 
     @torch.compiler.disable(recursive=False)  # the decoder beneath computes a padded batch, which can be compiled
-    def _run(self, *args: Any, **kwargs: Any) -> Any:
+    def _untraced(self, *args: Any, **kwargs: Any) -> Any:
         return self.call(*args, **kwargs)
 
     def packed(self, *args: Any, **kwargs: Any) -> Any:

@@ -169,9 +169,9 @@ class ChunkRunner:
         another one.
         """
         # The plan compared ids only, but positions distinguish tokens, too.
-        is_chunk = self.inputs.matches(call.get("input_ids"), call.get("attention_mask"))
-        is_chunk = is_chunk and call.get("position_ids") is None and packs_now(model)
-        if self.plan is None or not is_chunk:
+        if self.plan is None or call.get("position_ids") is not None or not packs_now(model):
+            return None
+        if not self.inputs.matches(call.get("input_ids"), call.get("attention_mask")):
             return None
         kind = model, torch.is_grad_enabled()
         key = id(model), torch.is_grad_enabled(), self.calls[kind]
@@ -184,10 +184,9 @@ class ChunkRunner:
             raise _missing_chunk()
 
         def run_prefix(prefix: PrefixedLayout, reads: list[ForwardStates]) -> ForwardStates:
-            with within(disabled=frozenset()):
-                if self.with_head:  # the whole model, because it must call its head
-                    return run_prefix_forward(forward, call, prefix, reads, logits_to_keep=1)
-                return run_prefix_forward(find_decoder(model), call, prefix, reads)
+            if self.with_head:  # the whole model, because it must call its head
+                return run_prefix_forward(forward, call, prefix, reads, logits_to_keep=1)
+            return run_prefix_forward(find_decoder(model), call, prefix, reads)
 
         return schedule.next_part(run_prefix)
 
@@ -247,7 +246,7 @@ def run_prefix_forward(
     outputs = {k: v for k, v in call.items() if k in ("output_router_logits", "output_hidden_states")}
     assert layout.new is not None
     records = ForwardStates()
-    records.ids, records.fork_tokens = ids.flatten()[layout.new.packed_index], layout.fork_tokens
+    records.tokens, records.fork_tokens = layout.new.packed_tokens, layout.fork_tokens
     # The decoder may have a runner patch, and checkpointing recomputes this forward in a backward: so no runner here.
     planned = PlannedLayout(BatchVersion.of(ids, mask), replace(layout, prefix_states=PrefixStates(reads, records)))
     with within(model=None, runner=None, planned=planned):

@@ -80,7 +80,7 @@ class SubBatches:
         keeps (`bool`, *optional*, defaults to `True`):
             Whether a later forward on the same tensors reuses the split of the first one.
         checked_models (`MutableSet`, *optional*):
-            Models whose load-balancing loss was compared with ours; the runner adds to it.
+            Models whose load-balancing loss was compared with ours; `run` adds to it.
     """
 
     make_splitter: Callable[[], RowSplitter]

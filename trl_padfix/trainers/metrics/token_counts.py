@@ -142,16 +142,8 @@ def report_of(counters: dict[str, TokenCounter], mode: str, handle: PaddingRemov
 
 
 def _real_tokens(batches: list[dict[str, torch.Tensor]], counts: PaddingStats) -> int | torch.Tensor:
-    """
-    The real tokens of `batches`, by the `counts` of their forwards.
-
-    A policy that is its own reference (with its adapter switched off) runs twice on the same batches, so the real
-    tokens of the forwards are scaled to the padded size of the batches. Without packed forwards the real tokens are
-    the sum of the masks.
-    """
+    """The real tokens of `batches`, by their masks; without batches those of the forwards."""
     if not batches:
         return counts.real_tokens
-    if counts.padded_tokens:
-        return round(counts.real_tokens * sum(batch["input_ids"].numel() for batch in batches) / counts.padded_tokens)
     masks = [batch.get("attention_mask", torch.ones_like(batch["input_ids"])) for batch in batches]
     return torch.stack([mask.sum() for mask in masks]).sum()

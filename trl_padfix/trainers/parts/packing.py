@@ -64,7 +64,7 @@ class RemovePadding(Part):
         )
         handles = self.trainer.padding.handles
         handle.name = f"trainer.padding.handles[{len(handles)}]"
-        handle.hand_to_trainer()
+        handle.owned_by_trainer = True
         handles.append(handle)
         return handle
 

@@ -68,7 +68,7 @@ class PaddingSide(Part):
             padding = self.trainer.padding
             padding.numberings = [a for a in map(number_padded_rows, padding.pretrained) if a is not None]
             for attachment in padding.numberings:
-                attachment.hand_to_trainer()
+                attachment.owned_by_trainer = True
 
     def _padding_side(self) -> str:
         """`padding_side`, or the tokenizer's side; TRL's for a model that reads padding at the beginning of a row."""

@@ -42,15 +42,18 @@ def saved_state(trainer: PaddingFreeTrainer) -> Iterator[None]:
         stack.callback(random.setstate, random.getstate())
         stack.callback(np.random.set_state, np.random.get_state())
         stack.callback(vars(trainer).update, values)
-        _put_back_contents(list(values.values()), stack)
+        _put_back_contents(list(values.values()), stack, set())
         for parameter in trainer.model.parameters():
             stack.callback(setattr, parameter, "grad", parameter.grad)
             parameter.grad = None
         yield
 
 
-def _put_back_contents(value: Any, stack: contextlib.ExitStack) -> None:
-    """Put the contents of a container or a tensor back into it when `stack` is closed."""
+def _put_back_contents(value: Any, stack: contextlib.ExitStack, seen: set[int]) -> None:
+    """Put the contents of a container or a tensor back into it when `stack` is closed, once for each id in `seen`."""
+    if id(value) in seen:
+        return
+    seen.add(id(value))
     if isinstance(value, torch.Tensor):
         stack.callback(value.detach().copy_, value.detach().clone())
     elif isinstance(value, dict | list | deque | set):
@@ -58,7 +61,7 @@ def _put_back_contents(value: Any, stack: contextlib.ExitStack) -> None:
         stack.callback(value.extend if isinstance(value, list | deque) else value.update, contents)
         stack.callback(value.clear)  # runs first: a stack is closed from its end
         for x in value.values() if isinstance(value, dict) else value:
-            _put_back_contents(x, stack)
+            _put_back_contents(x, stack, seen)
 
 
 @contextlib.contextmanager

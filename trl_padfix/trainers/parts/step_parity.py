@@ -29,7 +29,7 @@ from ...core.handle import PaddingRemoval, PaddingStats
 from ...core.parity.forwards import other_attention
 from ...core.parity.limits import OF_NOISE, Limits, lowest_dtype, precision_of
 from ...core.remove import number_padded_rows
-from ..checks.user_code import gradient_hook_name
+from ..checks.user_code import custom_loss_name, gradient_hook_name
 from ..data.batch_rows import Parts, are_cut_by_rows, find_images, has_pixels, scored_tokens, split_images
 from ..distributed import (
     has_static_graph,
@@ -196,8 +196,9 @@ class _Comparison:
         reference = _Values(math.nan, None)
         try:
             reference = self._padded(batch) if weights is None else self._alone(items, weights)
-        except Exception as error:  # a user's loss may need a whole batch
-            logger.info(f"The step of a few rows was not compared, since its loss raises {error!r}.")
+        except Exception as error:  # a loss may need a whole batch
+            if custom_loss_name(self.trainer) is None:  # the caller warns of a user's loss
+                logger.warning(f"The loss was not compared with its padded value: on a few rows it raises {error!r}.")
         if self._on_any_process(not math.isfinite(reference.loss)):  # if one process raised, no other may go on
             return None
         arbiter = "padded" if weights is None else "rows alone"
@@ -299,7 +300,7 @@ class _Comparison:
         """Some entries of the gradient of each parameter, all in one row."""
         entries = []
         for parameter in self.parameters:
-            stride = -(-parameter.numel() // SAMPLED)
+            stride = max(1, -(-parameter.numel() // SAMPLED))
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             entries.append(gradient.flatten()[::stride].float())
         return torch.cat(entries)
