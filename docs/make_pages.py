@@ -99,8 +99,8 @@ completions of one prompt into the same micro-batch. The step stays the same, bu
 | `TRL_PADFIX_OFF=1` | lets TRL's code compute every step |
 
 `TRL_PADFIX_OFF=1` turns off `padding_free`, `prefix_sharing`, `max_tokens_per_batch`, `packed_multiple_of`,
-`group_by_prefix` and `pool_last_token`, and, with a warning, `remove_padding` and the callback. Fields that choose
-rows, attention or metrics stay on, for example `expand_turns` and `attn_implementation`.
+`group_by_prefix` and `pool_last_token`, and, with a warning, `remove_padding` and the callback. All other fields stay
+on, for example `expand_turns` and `attn_implementation`.
 """
 
 MADE = "<!-- Made by docs/make_pages.py; do not edit. -->\n\n"
@@ -142,17 +142,19 @@ def llms() -> str:
     """The pages in the order of the navigation, each with its headings, for language models."""
     folder = Path(__file__).parent
     text = "# trl_padfix\n\n> Drop-in TRL trainers that skip padding and compute shared prompts once.\n\n"
+    heading = ""
     for line in (folder.parent / "mkdocs.yml").read_text().partition("\nnav:\n")[2].splitlines():
         title, _, page = line.strip(" -").partition(": ")
         if not page:
-            text += f"\n## {title.rstrip(':')}\n\n"
+            heading = f"\n## {title.rstrip(':')}\n\n"
         elif page not in ELSEWHERE:
+            text, heading = text + heading, ""
             headings = re.findall(r"^## (.*)$", (folder / page).read_text(), re.MULTILINE)
             text += f"- [{title}]({page}){': ' if headings else ''}{'; '.join(headings)}\n"
     return text
 
 
-PAGES = {"llms.txt": llms, "options.md": options}
+MADE_PAGES = {"llms.txt": llms, "options.md": options}
 
 
 def _default(field) -> str:
@@ -165,11 +167,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; 1 if a page differs")
     check = parser.parse_args().check
-    stale = [name for name, make in PAGES.items() if not _holds(FOLDER / name, make())]
+    stale = [name for name, make in MADE_PAGES.items() if not _holds(FOLDER / name, make())]
     if check and stale:
         sys.exit(f"{', '.join(stale)}: not what the code says now. Run `python docs/make_pages.py`.")
     for name in stale:
-        (FOLDER / name).write_text(PAGES[name]())
+        (FOLDER / name).write_text(MADE_PAGES[name]())
 
 
 def _holds(path: Path, text: str) -> bool:
