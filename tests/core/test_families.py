@@ -29,7 +29,7 @@ from zoo.family_outcomes import LEAK, MODES, TOLERANCE, family_outcomes
 from zoo.vision_families import vision_families
 from zoo.vision_outcomes import KINDS, vision_outcomes
 
-from trl_padfix.core.mixers.mixers import FORKED, PACKED, ROWS
+from trl_padfix.core.mixers.mixers import DIRECT, FORKED, ROWS
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
@@ -42,7 +42,7 @@ TEXT = """\
 `trl-padfix doctor --model ID` tells the type of your model (`model.config.model_type`) and how it runs. We ran each
 type of transformers 5.24 as a tiny random model in float32. Rows exceeded every window, shared prefixes, and were
 padded on both sides. *Exact* means that log-probabilities, gradients (relative), router logits and auxiliary loss are
-within 1e-4 of each row computed alone. *Packed*, *forked* and *rows* are [modes of
+within 1e-4 of each row computed alone. *Direct*, *forked* and *rows* are [modes of
 layers](attention.md#how-layers-other-than-attention-run). Encoders such as `roberta` ran as decoders; `bert,
 is_decoder=False` is the encoder.
 
@@ -95,7 +95,7 @@ def text_group(outcomes: dict[str, Any]) -> str:
     free, shared = (outcomes[mode].get("reason") for mode in MODES)
     if free:
         return f"{REFUSED}{general(free)}"
-    ran = ", ".join(way for way in (PACKED, FORKED, ROWS) if way in outcomes.get("mixers", {}))
+    ran = ", ".join(way for way in (DIRECT, FORKED, ROWS) if way in outcomes.get("mixers", {}))
     return f"Exact, {ran}" + (f"; `prefix_sharing` refused: {general(shared)}" if shared else "")
 
 

@@ -48,14 +48,14 @@ from trl_padfix.core.mixers.node_tree import NodeTree
 
 
 KINDS = {
-    "qwen3_5_text": {"forked": 1, "packed": 1},  # gated delta rule
+    "qwen3_5_text": {"forked": 1, "direct": 1},  # gated delta rule
     "mamba2": {"forked": 2},  # state-space scan with a state that carries gradients
-    "jamba": {"forked": 1, "packed": 1},  # and one without
-    "lfm2": {"forked": 1, "packed": 1},  # short convolution
+    "jamba": {"forked": 1, "direct": 1},  # and one without
+    "lfm2": {"forked": 1, "direct": 1},  # short convolution
     "bloom": {"rows": 2},  # ALiBi
     "glm_moe_dsa": {"rows": 2},  # indexer, whose choice the next layer uses too
-    "stablelm": {"packed": 2},  # layers that do not hand keyword arguments down
-    "zamba2": {"forked": 3, "packed": 2},  # layers in layers, checkpointed twice
+    "stablelm": {"direct": 2},  # layers that do not hand keyword arguments down
+    "zamba2": {"forked": 3, "direct": 2},  # layers in layers, checkpointed twice
 }
 OTHERS = ("kimi_linear", "nemotron_h", "deepseek_v4", "recurrent_gemma", "rwkv", "xlstm")
 """More at night; `-m families` computes every family."""

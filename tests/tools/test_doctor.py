@@ -125,7 +125,7 @@ def test_a_model_is_judged_by_its_configuration_alone(qwen2):
     assert result.output.startswith("READY. Qwen2ForCausalLM: padding is removed exactly, with `sdpa` attention.")
     assert f"{qwen2}: Qwen2ForCausalLM (qwen2)" in words(result.output)
     assert "model.layers" not in result.output
-    assert "layers layers.0.self_attn and 2 more (Qwen2Attention): packed" in words(result.output)
+    assert "layers layers.0.self_attn and 2 more (Qwen2Attention): direct" in words(result.output)
     assert "images" not in result.output
     assert len(result.output.splitlines()) <= 25
 

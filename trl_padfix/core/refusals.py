@@ -14,7 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from .anatomy import Anatomy
 from .attention.attention import attends_within_tokens, implementation_obstacle, is_causal
-from .mixers.mixers import PACKED, Mixers, inherits_mixing, marks_cross_attention
+from .mixers.mixers import DIRECT, Mixers, inherits_mixing, marks_cross_attention
 from .model.inspection import forward_of, names_in, parameters_of
 from .model.patching import config_of
 from .probes import change_of_earlier_states, other_modules
@@ -55,7 +55,7 @@ def refusal(anatomy: Anatomy) -> str | None:
     for mixer in mixers.mixers:
         cache_position = parameters_of(forward_of(mixer.module)).get("cache_position")
         is_required = cache_position is not None and cache_position.default is cache_position.empty
-        if mixer.mode != PACKED and is_required:
+        if mixer.mode != DIRECT and is_required:
             return (
                 f"layer `{mixer.name}` ({type(mixer.module).__name__}) keeps its state by places in a cache, which "
                 "rows that are computed together do not have; newer versions of transformers may have fixed that"

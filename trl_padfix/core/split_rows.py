@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from .errors import PaddingRemovalError
 from .handle import PaddingRemoval
-from .mixers.mixers import FORKED, PACKED, ROWS
+from .mixers.mixers import DIRECT, FORKED, ROWS
 from .mixers.primitives import LEFT_OUT, primitives_of
 from .parallel.collectives import Group
 from .parallel.local import CONTEXT_PARALLEL
@@ -59,7 +59,7 @@ def split_rows(handle: PaddingRemoval, group: ProcessGroup | None = None) -> Non
     processes = Group.of(group)
     # With fewer heads than processes some would have none, and could not join the all-to-all of attention.
     heads = getattr(handle.decoder.config.get_text_config(), "num_attention_heads", None)
-    if handle.mixers.counts()[PACKED] and heads is not None and heads < processes.size:
+    if handle.mixers.counts()[DIRECT] and heads is not None and heads < processes.size:
         raise ValueError(
             f"{type(handle.decoder).__name__} has {heads} attention heads for {processes.size} processes. Use fewer "
             "processes."

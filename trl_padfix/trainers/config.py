@@ -55,8 +55,8 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
             metrics ignore the filler. Use it for FP8, and for kernels that recompile for each length. Needs
             `padding_free`.
         attn_implementation (`str` or `dict[str, str]`, *optional*):
-            Attention implementation of the model: a name; `'auto'` for an installed FlashAttention, else `sdpa`, else `eager`; or,
-            for a vision model, a name for each part. Defaults to transformers' choice.
+            Attention implementation of the model: a name; `'auto'` for an installed FlashAttention, else `sdpa`, else
+            `eager`; or, for a vision model, a name for each part. Defaults to transformers' choice.
         ref_attn_implementation (`str` or `dict[str, str]`, *optional*):
             Like `attn_implementation`, but for the reference model. Defaults to the policy's.
         predict_with_generate (`bool`, *optional*, defaults to `False`):

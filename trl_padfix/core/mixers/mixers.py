@@ -4,7 +4,7 @@ The mixers of a decoder, and the mode in which each runs in a packed forward.
 A layer consists of modules that compute each token by itself, and of *mixers*: modules in which tokens see each other
 (attention, recurrence, convolution). Each mixer runs in one of three modes:
 
-- `packed`: attention through transformers' attention interface, which receives the layout (`attention/`);
+- `direct`: attention through transformers' attention interface, which receives the layout (`attention/`);
 - `forked`: linear attention, state-space scans, short convolutions, run per segment or node from the state of its
   prefix (`primitives.py`, `node_tree.py`);
 - `rows`: all other causal mixers, on buckets of rows (`row_buckets.py`).
@@ -29,9 +29,9 @@ from .primitives import PrimitivesPatch, chunk_of, primitives_of
 from .row_buckets import RowsPatch
 
 
-__all__ = ["FORKED", "PACKED", "ROWS", "Mixer", "Mixers", "inherits_mixing", "marks_cross_attention", "mixes"]
+__all__ = ["DIRECT", "FORKED", "ROWS", "Mixer", "Mixers", "inherits_mixing", "marks_cross_attention", "mixes"]
 
-PACKED, FORKED, ROWS = "packed", "forked", "rows"
+DIRECT, FORKED, ROWS = "direct", "forked", "rows"
 
 _MIXING = {
     "alibi", "attention_mask", "attn_mask", "cache", "cache_params", "cache_position", "conv_mask", "layer_past",
@@ -51,7 +51,7 @@ class Mixer:
     Attributes:
         name (`str`): Its name in the decoder.
         module (`torch.nn.Module`): The module.
-        mode (`str`): `packed`, `forked` or `rows`.
+        mode (`str`): `direct`, `forked` or `rows`.
         why (`str`): Why the module cannot run on a packed row; empty in packed mode.
     """
 
@@ -105,8 +105,8 @@ class Mixers:
         for module in on_rows:
             # `indices` are columns that an earlier mixer selected: their number is the same only in one bucket.
             yield RowsPatch(module, handle, any("indices" in name for name in _parameters(module)))
-        reached = [self.decoder, *self.layers.values(), *(m.module for m in self.in_mode(PACKED))]
-        if len(self.in_mode(PACKED)) == len(self.mixers) and all(map(hands_arguments_on, reached)):
+        reached = [self.decoder, *self.layers.values(), *(m.module for m in self.in_mode(DIRECT))]
+        if len(self.in_mode(DIRECT)) == len(self.mixers) and all(map(hands_arguments_on, reached)):
             return  # the layout reaches each mixer in the keyword arguments of its layer
         layers = dict.fromkeys(self.layers.values())  # without duplicates: some models use a layer in several places
         yield from (LayerPatch(layer, handle) for layer in layers)
@@ -184,7 +184,7 @@ def _mode_of(module: nn.Module) -> tuple[str, str]:
     """The mode of a mixer, and why it cannot run on a packed row (empty in packed mode)."""
     reason = _packing_obstacle(module)
     if not reason:
-        return PACKED, ""
+        return DIRECT, ""
     # A forward that another library replaced may call other functions than the class's code. Patches of a removed
     # handle do not count: they stay until gradient checkpointing has recomputed its forwards.
     is_plain = beneath_patches(module, vars(module).get("forward")) is None

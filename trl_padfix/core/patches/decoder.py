@@ -42,7 +42,7 @@ from ..context import context, outside_calls
 from ..errors import PaddingRemovalError, UnpackableCallError
 from ..layout.layout import Layout
 from ..layout.shared_prefixes import PrefixedLayout
-from ..mixers.mixers import PACKED, ROWS, Mixers
+from ..mixers.mixers import DIRECT, ROWS, Mixers
 from ..mixers.row_buckets import DryRun, calls_of_layers
 from ..model.inspection import bind, hands_arguments_on, parameters_of, takes_any_argument
 from ..model.older import has_cache, older_attributes
@@ -158,7 +158,7 @@ def batch_obstacle(layout: Layout, has_prepared_masks: bool, mixers: Mixers) -> 
 
     `has_prepared_masks`: whether the decoder receives masks in which the tokens of an image attend to each other.
     """
-    other_mixers = [mixer for mixer in mixers.mixers if mixer.mode != PACKED]
+    other_mixers = [mixer for mixer in mixers.mixers if mixer.mode != DIRECT]
     on_rows = [mixer for mixer in other_mixers if mixer.mode == ROWS]
     if has_prepared_masks and on_rows:
         return (

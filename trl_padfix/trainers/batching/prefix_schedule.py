@@ -27,7 +27,7 @@ from ...core.context import within
 from ...core.errors import PaddingRemovalError
 from ...core.handle import PaddingRemoval
 from ...core.layout.shared_prefixes import PrefixedLayout, PrefixPlan
-from ...core.mixers.mixers import FORKED, PACKED
+from ...core.mixers.mixers import DIRECT, FORKED
 from ...core.mixers.primitives import can_export_state
 from ...core.remove import packs_now
 from ..messages import say
@@ -283,7 +283,7 @@ def sharing_obstacle(handle: PaddingRemoval, args: Any, is_sharded: bool) -> str
     if handle.anatomy.has_virtual_tokens:
         return "virtual tokens (prompt tuning, p-tuning) are not among the rows of a batch"
     mixers = handle.mixers.mixers
-    unserved = (m for m in mixers if m.mode != PACKED and not (m.mode == FORKED and can_export_state(m.module)))
+    unserved = (m for m in mixers if m.mode != DIRECT and not (m.mode == FORKED and can_export_state(m.module)))
     if other := next(unserved, None):
         return f"`{other.name}` ({type(other.module).__name__}: {other.why}) passes no state to other forwards"
     layers = getattr(handle.decoder.config, "num_hidden_layers", None)
