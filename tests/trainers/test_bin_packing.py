@@ -10,8 +10,7 @@ from trl_padfix.core.layout.shared_prefixes import KV_MEMORY_FRACTION
 from trl_padfix.trainers.batching.bin_packing import (
     RowCosts,
     dataset_costs,
-    pack_by_budget,
-    pack_depth_first,
+    pack_rows,
     partition_equal_rows,
     prefix_costs,
     sort_by_prefix,
@@ -69,7 +68,7 @@ def test_costs_are_the_distinct_prefixes_of_any_rows(rows, data):
 @given(drawn_costs(), st.integers(1, 60))
 @example(RowCosts(np.array([1, 3, 3, 5, 1]), np.array([0, 3, 1, 2, 4]), np.array([0, 1, 2, 1, 0])), 4)
 def test_a_split_has_every_row_once_within_the_budget(costs, budget):
-    parts = pack_by_budget(costs, budget)
+    parts = pack_rows(costs, budget, across=False)
     assert sorted(row for part in parts for row in part) == list(range(len(costs)))
     for part in parts:
         assert costs.total(part) <= budget or len(part) == 1
@@ -127,23 +126,23 @@ def test_parts_that_share_prefixes_stay_within_the_budget(seed):
     each = np.array([len(row) for row in rows])
     costs = prefix_costs(each, each, *sort_by_prefix(rows))
     budget = int(each.max() + draw.integers(0, 200))
-    parts = pack_depth_first(costs, budget)
+    parts = pack_rows(costs, budget, across=True)
     assert sorted(row for part in parts for row in part) == list(range(len(rows)))
     for i, part in enumerate(parts):
         later = [row for other in parts[i + 1 :] for row in other]
         needed_later = costs.total(part) + costs.total(later) - costs.total(part + later) if later else 0
         assert len(part) == 1 or costs.total(part) - (1 - KV_MEMORY_FRACTION) * needed_later <= budget
-    assert len(parts) <= len(pack_by_budget(costs, budget)) + 2
+    assert len(parts) <= len(pack_rows(costs, budget, across=False)) + 2
 
 
 def test_rows_of_one_long_prefix_need_fewer_parts_than_where_each_holds_it():
     each = np.full(32, 1152)
     costs = prefix_costs(each, each, np.arange(32), np.array([0] + [1024] * 31))
-    assert [len(part) for part in pack_by_budget(costs, 1280)] == [2] * 16
-    parts = pack_depth_first(costs, 1280)
+    assert [len(part) for part in pack_rows(costs, 1280, across=False)] == [2] * 16
+    parts = pack_rows(costs, 1280, across=True)
     assert len(parts) == 5
     assert len(parts[-1]) <= 2  # with its prefix in full, since that is computed again for it
-    assert [len(part) for part in pack_depth_first(costs, 5120)] == [32]
+    assert [len(part) for part in pack_rows(costs, 5120, across=True)] == [32]
     for tokens, shared, found in (([880, 780, 780], 300, [[1, 2], [0]]), ([920, 880, 1220], 700, [[0, 2], [1]])):
         costs = prefix_costs(np.array(tokens), np.array(tokens), np.arange(3), np.array([0, shared, shared]))
-        assert pack_depth_first(costs, 1000) == found  # the smaller part last
+        assert pack_rows(costs, 1000, across=True) == found  # the smaller part last

@@ -10,6 +10,7 @@ import trl
 from kit.cells import by_turns, slow_but
 from kit.trainer_runs import MODES, SIDED_MODES, Run, assert_mode_ran, assert_same, break_mode, figures
 from packaging.version import Version
+from transformers import AutoTokenizer
 
 import trl_padfix
 from trl_padfix import ParityError
@@ -108,9 +109,19 @@ def test_what_cannot_be_trained_is_refused(name, given, message, policy, tmp_pat
         build(name, "trl_padfix", tmp_path, policy, padding_free=True, **given)
 
 
+def test_completions_of_a2po_that_would_follow_padding_are_refused(policy, tmp_path):
+    right = AutoTokenizer.from_pretrained(policy, padding_side="right")
+    with pytest.raises(ValueError, match="A2PO pads prompts on the tokenizer's side"):
+        build("A2PO", "trl_padfix", tmp_path, policy, padding_free=True, processing_class=right)
+
+
 def test_an_experiment_that_is_not_ours_is_an_error_with_the_way():
-    with pytest.raises(ImportError, match=r"no `experimental.async_grpo`, but a2po, .*`PaddingRemovalCallback`"):
+    with pytest.raises(
+        ImportError, match=r"no `experimental.async_grpo`, but the modules a2po, .*`PaddingRemovalCallback`"
+    ):
         import_module("trl_padfix.experimental.async_grpo")
+    with pytest.raises(ImportError, match=r"`from trl_padfix.experimental.orpo import ORPOTrainer`"):
+        from trl_padfix.experimental import ORPOTrainer  # noqa: F401
 
 
 def test_what_trl_has_removed_is_gone_with_an_error_that_says_so(monkeypatch):

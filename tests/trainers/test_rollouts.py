@@ -119,6 +119,10 @@ def test_what_cannot_be_compared_is_an_error():
 def test_streams_and_groups_that_are_split_are_errors():
     with pytest.raises(TypeError, match="IterableDataset"):
         record(IterableDataset.from_generator(lambda: iter(ROWS)))
+    with pytest.raises(ValueError, match="Rollouts without a `reward`: 1"):
+        record(Dataset.from_list([*ROWS[1:], ROWS[0] | {"reward": None}]))
+    with pytest.raises(ValueError, match="finds nothing to compare: of 0 tasks"):
+        record(rollouts().select([]))
     recorded = record(rollouts())
     with pytest.raises(ValueError, match="Give the trainer `rollout_func=`"):
         RecordedRollouts.rewards(["of the policy"])

@@ -168,6 +168,25 @@ def test_a_loss_that_was_not_compared_is_named(tmp_path, caplog):
     assert any("`OfWholeBatches.compute_loss` was not compared" in line for line in our_warnings(caplog))
 
 
+@pytest.mark.parametrize("kind", ["counter", "random", "attribute"])
+def test_a_loss_that_changes_from_call_to_call_is_said(kind, tmp_path, caplog):
+    counted = []
+
+    class Changing(trl_padfix.SFTTrainer):
+        def compute_loss(self, *args, **kwargs):
+            counted.append(1)
+            mine = counted if kind == "counter" else self.__dict__.setdefault("mine", [])
+            mine.append(1)
+            scale = 1 + torch.rand(()) if kind == "random" else len(mine)
+            return super().compute_loss(*args, **kwargs) * scale
+
+    trainer = make(trl_padfix, "SFT", tmp_path, trainer_class=Changing, padding_free=True)
+    trainer.train()
+    said = any("a loss that changes from call to call" in line for line in our_warnings(caplog))
+    assert said is (trainer.padding.why_padded is not None) is (kind == "counter")
+    assert kind == "counter" or len(trainer.mine) == trainer.state.global_step
+
+
 def test_a_model_may_have_an_empty_parameter_and_a_loss_of_trls_that_raises_is_named(tmp_path, caplog, monkeypatch):
     trainer = make(trl_padfix, "SFT", tmp_path, padding_free=True)
     trainer.model.empty = torch.nn.Parameter(torch.zeros(0))

@@ -61,8 +61,8 @@ def read_given(args: Sequence[str]) -> Given:
     Raises:
         ValueError: If the file is not a YAML mapping, or a key appears twice.
     """
-    if args[-1] == "--config":
-        raise ValueError("`--config` needs the path of a YAML file.")
+    if args[-1] == "--config" or args.count("--config") > 1:
+        raise ValueError("`--config` needs the path of one YAML file.")
     given = _read_yaml(args[args.index("--config") + 1]) if "--config" in args else Given({}, {})
     for i, word in enumerate(args):
         if word.startswith("--"):
@@ -110,6 +110,8 @@ def check_given(method: str, given: Given) -> str | bool | None:
             raise ValueError(f'{places[name]}: YAML takes `no` for false. Write "no" in quotes.')
         _check_value(value, places[name], fields.get(name, []))
     resume_from = _check_paths(values, places)
+    if values.get("model_name_or_path") and values.get("tiny_model"):
+        raise ValueError("`tiny_model` builds a model and `model_name_or_path` loads one: give only one of them.")
     if not (values.get("model_name_or_path") or values.get("tiny_model")):
         tiny = " (or `--tiny_model tiny`, which is built on the spot)" if method in TINY else ""
         raise ValueError(f"no model is given: set `--model_name_or_path` to a folder or a Hub id{tiny}.")

@@ -161,8 +161,6 @@ def _tiny_model(shape: str, script: Any, directory: Path, model: Any, data: Any)
 
     from .. import build_tiny
 
-    if model.model_name_or_path:
-        raise ValueError("`tiny_model` builds a model and `model_name_or_path` loads one: give only one of them.")
     if data.datasets:
         rows = trl.get_dataset(data)[script.dataset_train_split]
     else:

@@ -27,8 +27,9 @@ class _TableModules(MetaPathFinder, Loader):
 
         if name not in EXPERIMENTS:
             raise ImportError(
-                f"trl_padfix has no `experimental.{name}`, but {', '.join(EXPERIMENTS)}. KTO and distillation are in "
-                "`trl_padfix` itself; use any other trainer of TRL with `PaddingRemovalCallback`."
+                f"trl_padfix has no `experimental.{name}`, but the modules {', '.join(EXPERIMENTS)}: `from "
+                "trl_padfix.experimental.orpo import ORPOTrainer`. KTO and distillation are in `trl_padfix` itself; "
+                "use any other trainer of TRL with `PaddingRemovalCallback`."
             )
         return ModuleSpec(fullname, self)
 

@@ -60,6 +60,17 @@ class PromptTask(Task):
     generates_rows = True
 
 
+class A2POTask(PromptTask):
+    """[`PromptTask`]; TRL pads its prompts on the tokenizer's side."""
+
+    def on_attached(self) -> None:
+        if self.trainer.processing_class.padding_side != "left":
+            raise ValueError(
+                "A2PO pads prompts on the tokenizer's side, and this one pads right: completions would follow "
+                "padding. Set its `padding_side='left'`, and pass it as `processing_class`."
+            )
+
+
 class MessagesTask(Task):
     """Conversations: a student learns from a teacher, on the last answer or on one that the step generates."""
 
@@ -134,7 +145,7 @@ class Experiment(NamedTuple):
 
 FORWARDS = (ForwardBudgetConfig, PackingConfig)
 EXPERIMENTS = {
-    "a2po": Experiment("A2PO", A2POTrainer, PromptTask, (ReferenceAttentionConfig, *FORWARDS)),
+    "a2po": Experiment("A2PO", A2POTrainer, A2POTask, (ReferenceAttentionConfig, *FORWARDS)),
     "cpo": Experiment("CPO", PairTrainer, JoinedPairTask, (AttentionConfig, *FORWARDS)),
     "gkd": Experiment("GKD", ExperimentalTrainer, MessagesTask, (TeacherAttentionConfig, *FORWARDS)),
     "gmpo": Experiment("GMPO", OnlineTrainer, GMPOTask, (ReferenceAttentionConfig, *FORWARDS)),

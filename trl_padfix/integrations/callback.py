@@ -272,7 +272,8 @@ class PaddingRemovalCallback(TrainerCallback):
         """The padded loss of a batch, and that with other embeddings and logits at padding."""
         head, losses = find_pretrained(trainer.model).get_output_embeddings(), []
         for batches in ([], [inputs]):
-            with without_packing(self.handles, partial(other_padding, batches)), ExitStack() as stack:
+            embeddings = partial(other_padding, batches, torch.Generator())
+            with without_packing(self.handles, embeddings), ExitStack() as stack:
                 if batches and head is not None:
                     stack.enter_context(
                         head.register_forward_hook(partial(_other_at_padding, inputs["attention_mask"]))
@@ -399,14 +400,12 @@ class PaddingRemovalCallback(TrainerCallback):
             return
         metrics = report_of(self._counters, "eval" if self._is_evaluating else "train", self.handles[0])
         if self._is_evaluating:
-            self._end_evaluation()
+            self.on_predict()
         logs.update(metrics)
         state.log_history[-1].update(metrics)  # Trainer has put a copy of `logs` there before this event
 
-    def on_predict(self, args: Any, state: TrainerState, control: TrainerControl, *_: Any, **kwargs: Any) -> None:
-        self._end_evaluation()  # `trainer.predict` logs nothing
-
-    def _end_evaluation(self) -> None:
+    def on_predict(self, *_: Any, **kwargs: Any) -> None:
+        """End an evaluation; that of `trainer.predict` is not logged."""
         # A report restarts the clock of its counter. That of a new one stands until the next evaluation.
         self._is_evaluating, self._counters["eval"] = False, TokenCounter()
 

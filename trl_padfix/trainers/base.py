@@ -173,7 +173,7 @@ class PaddingFreeMixin:
                 padding.parts = tuple(part(self) for part in self.part_classes)
                 padding.budget = next(part for part in padding.parts if isinstance(part, TokenBudget))
             else:
-                if config is not None and not isinstance(config, PackingConfig):
+                if config is not None and not (isinstance(config, PackingConfig) or self.fixed_settings):
                     logger.warning_once(
                         f"`args` is a `{type(config).__module__.partition('.')[0]}.{type(config).__name__}`, so "
                         "TRL's code computes every step. To remove padding, import the configuration from trl_padfix, "

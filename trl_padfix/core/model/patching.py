@@ -199,8 +199,7 @@ class ForwardPatch:
         if not self.is_on or torch.jit.is_tracing():  # a trace would keep the layout of its example
             return self.wrapped(*args, **kwargs)
         # `torch.compiler.disable` costs time on the host in every layer.
-        call = self._untraced if torch.compiler.is_dynamo_compiling() else self.call
-        return call(*args, **kwargs)
+        return (self._untraced if torch.compiler.is_dynamo_compiling() else self.call)(*args, **kwargs)
 
     # Packing reads lengths from the device, and dynamo would recompile it for each of them.
     @torch.compiler.disable

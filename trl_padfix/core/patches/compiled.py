@@ -180,10 +180,7 @@ def attend_compiled(
             "`torch_compile=False`."
         )
     query, key, value = in_attention_dtype(query, key, value)
-    if segments.keys is None:
-        key, value = by_token(key), by_token(value)
-    else:
-        key, value = GatherKeys.apply(key, value, *segments.keys)
+    key, value = GatherKeys.apply(key, value, *segments.keys) if segments.keys else (by_token(key), by_token(value))
     ends = segments.cu_seqlens_q, segments.cu_seqlens_q if segments.cu_seqlens_k is None else segments.cu_seqlens_k
     longest = segments.longest_query, segments.longest_key
     scale = kwargs.get("scaling")

@@ -259,18 +259,18 @@ class PoolingPatch(BatchPatch):
         pad = self.module.config.get_text_config().pad_token_id
         not_last, is_padding = _pooled_tokens(ids, mask, pad)
         remedy = (
-            "Give the tokenizer a pad token of its own (`tokenizer.add_special_tokens({'pad_token': '<pad>'})`, "
-            "`model.resize_token_embeddings(len(tokenizer))`, `model.config.pad_token_id = tokenizer.pad_token_id`), "
-            "or score the last token of the attention mask: `pool_last_token=True`."
+            "Score the last token of the attention mask (`pool_last_token=True`), or give the tokenizer a pad "
+            "token of its own (`tokenizer.add_special_tokens({'pad_token': '<pad>'})`, `model.config.pad_token_id = "
+            "tokenizer.pad_token_id`, `model.resize_token_embeddings(len(tokenizer))`)."
         )
         if rows := is_padding.nonzero().flatten().tolist():
             # Raises the error if the handle is strict.
             self.attachment.run_padded(
                 UnpackableCallError(
                     "scored padding",
-                    f"{type(self.module).__name__} scores the last token that is not `pad_token_id={pad}`, and in "
-                    f"rows {rows} of the batch that is padding by the attention mask: the score depends on the "
-                    f"padding. {remedy}",
+                    f"{type(self.module).__name__} scores the last token that is not `pad_token_id={pad}` (without "
+                    f"ids, as with prompt tuning, the last column), and in rows {rows} of the batch that is padding "
+                    f"by the attention mask: the score depends on the padding. {remedy}",
                 )
             )
             return True

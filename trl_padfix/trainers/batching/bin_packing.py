@@ -31,8 +31,8 @@ from ..data.columns import lists
 
 
 __all__ = [
-    "RowCosts", "RowSplitter", "batch_costs", "dataset_costs", "halve_largest", "pack_by_budget", "pack_depth_first",
-    "partition_equal_rows", "prefix_costs", "sort_by_prefix", "text_costs", "truncated_tokens",
+    "RowCosts", "RowSplitter", "batch_costs", "dataset_costs", "halve_largest", "pack_rows", "partition_equal_rows",
+    "prefix_costs", "sort_by_prefix", "text_costs", "truncated_tokens",
 ]  # fmt: skip
 
 
@@ -235,34 +235,27 @@ class RowGroup(NamedTuple):
     rows: list[int]
 
 
-def pack_by_budget(costs: RowCosts, budget: int) -> list[list[int]]:
+def pack_rows(costs: RowCosts, budget: int, across: bool) -> list[list[int]]:
     """
     Pack rows into about as few parts of at most `budget` tokens as possible.
 
     Rows with a shared prefix stay together if they fit. A row with more tokens is a part of its own. Returns the rows
     of each part, the part with the most tokens first.
-    """
-    parts = [sorted(group.rows) for group in _pack_subtree(costs, budget, across=False)]
-    return sorted(parts, key=costs.total, reverse=True)
 
-
-def pack_depth_first(costs: RowCosts, budget: int) -> list[list[int]]:
-    """
-    Pack rows into parts of a batch that share prefixes; each prefix is computed once.
-
-    A part has at most `budget` tokens, including the prefixes that it shares with other parts. If it is faster,
-    the activations of a prefix are freed and later recomputed; the prefix then counts [`KV_MEMORY_FRACTION`] of its
-    tokens. A row with more tokens is a part of its own. Returns the rows of each part in depth-first order of the
+    With `across` the parts share prefixes, and each prefix is computed once. A part then has at most `budget` tokens
+    including the prefixes that it shares with other parts. If it is faster, the activations of a prefix are freed and
+    later recomputed; the prefix then counts [`KV_MEMORY_FRACTION`] of its tokens. The order is depth-first in the
     prefix tree: parts that share a prefix are adjacent.
     """
-    return [sorted(group.rows) for group in _pack_subtree(costs, budget, across=True)]
+    parts = [sorted(group.rows) for group in _pack_subtree(costs, budget, across)]
+    return parts if across else sorted(parts, key=costs.total, reverse=True)
 
 
 def _pack_subtree(costs: RowCosts, budget: float, across: bool) -> list[RowGroup]:
     """
     Parts of rows that all begin with one prefix (or none), with their tokens.
 
-    `across`: whether prefixes are computed once for all parts, so that they can be recomputed ([`pack_depth_first`]).
+    `across`: whether prefixes are computed once for all parts, so that they can be recomputed ([`pack_rows`]).
     """
     shared = costs.shared_by_all
     rest = costs.without_shared(shared)
@@ -467,8 +460,7 @@ class RowSplitter:
                 f"Some rows have more tokens than `max_tokens_per_batch={self.budget}`: each has its own forward, "
                 "and needs memory for its length. Raise the budget, or shorten the rows. (Shown once.)"
             )
-        pack = pack_depth_first if self.shares_across else pack_by_budget
-        parts = pack(costs, self.budget)
+        parts = pack_rows(costs, self.budget, self.shares_across)
         count = len(parts) if self.sync_count is None else self.sync_count(len(parts))
         # Processes have equally many rows, so each has enough of them for `count` parts.
         return halve_largest(parts, count)

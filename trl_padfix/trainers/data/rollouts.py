@@ -58,8 +58,8 @@ class RecordedRollouts:
 
     Raises:
         TypeError: If the dataset is a stream.
-        ValueError: If a rollout has no task, if no task has trials with different rewards, or if the template changes
-            earlier turns, so that a rendered turn is not the beginning of the text with the next one.
+        ValueError: If a rollout has no task or reward, if no task has trials with different rewards, or if the
+            template changes earlier turns, so that a rendered turn is not the beginning of the text with the next one.
 
     Example:
 
@@ -85,15 +85,17 @@ class RecordedRollouts:
         if not isinstance(dataset, Dataset):
             raise TypeError(
                 f"Rollouts are compared with one another, so a `datasets.Dataset` is needed, and not a "
-                f"`{type(dataset).__name__}`. Make one from a stream with `Dataset.from_generator`."
+                f"`{type(dataset).__name__}`. Choose a split, or make one from a stream with "
+                "`Dataset.from_generator`."
             )
+        for column in (task, reward):
+            if missing := list(dataset[column]).count(None):
+                raise ValueError(f"Rollouts without a `{column}`: {missing}. Give them one, or filter them out.")
         values = [float(value) for value in dataset[reward]]
         trials: dict[Any, list[int]] = {}
         for i, name in enumerate(dataset[task]):
             trials.setdefault(name, []).append(i)
-        if None in trials:
-            raise ValueError(f"Rollouts without a `{task}`: {len(trials[None])}. Give them one, or filter them out.")
-        most = Counter(map(len, trials.values())).most_common(1)[0][0]
+        most = Counter(map(len, trials.values())).most_common(1)[0][0] if trials else 0
         fewer = sum(len(rows) < most for rows in trials.values())
         groups = {str(name): rows[:most] for name, rows in trials.items() if len(rows) >= most > 1}
         compared = {name: rows for name, rows in groups.items() if len({values[i] for i in rows}) > 1}

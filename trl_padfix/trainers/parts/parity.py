@@ -181,6 +181,9 @@ class Parity(Part):
             return None
         if report.error:
             return f"a loss that raises an error without padding: {report}"
+        if report.repeated:
+            text = "a loss that changes from call to call (this comparison calls it too): {:.6g}, then {:.6g} on one"
+            return text.format(*report.repeated) + " batch. If it reads no logits at padding, set `parity_check=False`"
         return (
             "a loss that depends on padding, although the scores of the model do not: your loss reads logits at "
             "padding, which are zero without it, or a module takes statistics of the batch in training. The loss "

@@ -42,6 +42,8 @@ def saved_state(trainer: PaddingFreeTrainer) -> Iterator[None]:
         stack.callback(random.setstate, random.getstate())
         stack.callback(np.random.set_state, np.random.get_state())
         stack.callback(vars(trainer).update, values)
+        # A loss may add attributes.
+        stack.callback(lambda old: [vars(trainer).pop(new) for new in vars(trainer).keys() - old], {*vars(trainer)})
         _put_back_contents(list(values.values()), stack, set())
         for parameter in trainer.model.parameters():
             stack.callback(setattr, parameter, "grad", parameter.grad)

@@ -98,6 +98,8 @@ class StepReport:
         is_zero (`bool`):
             Whether the gradient, or without one the loss, is zero but for rounding. Such a step shows little: where
             all rewards are equal, a loss of GRPO that reads padding multiplies it by zero.
+        repeated (`tuple[float, float]`, *optional*):
+            Two values of the padded loss on one batch, if they differ.
     """
 
     loss: float
@@ -107,6 +109,7 @@ class StepReport:
     found: dict[str, tuple[tuple[float, float], Limits]] = field(default_factory=dict)
     error: str = ""
     is_zero: bool = False
+    repeated: tuple[float, float] | None = None
 
     @property
     def ok(self) -> bool:
@@ -188,6 +191,8 @@ class _Comparison:
         self.parameters = [p for p in trainer.model.parameters() if p.requires_grad] if gradients else []
         self.num_items = step.arguments.get("num_items_in_batch")
         self.dtype = precision_in(trainer, trainer.model)
+        # Of its own: the random numbers of a user's loss are the same in all steps.
+        self.draw = torch.Generator().manual_seed(0)
 
     def report(self, batch: dict[str, Any], *items: dict[str, Any]) -> StepReport | None:
         """Compare the steps on `batch`; `items` are the batches of its rows (pairs)."""
@@ -223,7 +228,7 @@ class _Comparison:
         # a module or the loss reads it: these two steps run the same kernels on the same shapes.
         padded = reference if weights is None else self._padded(batch)
         forwards = self.trainer.padding.task.padded_batches(batch)
-        refilled = self._padded(batch, partial(other_padding, forwards)).distance(padded)
+        refilled = self._padded(batch, partial(other_padding, forwards, self.draw)).distance(padded)
         limits, same = Limits.of_step(self.dtype), Limits.of_step(lowest_dtype(self.trainer.model))
         report = replace(report, found={PACKED: (distance, limits), REFILLED: (refilled, same)})
         if not self._on_any_process(not report.ok):
@@ -234,7 +239,11 @@ class _Comparison:
         if is_noise:  # the order of sums on a GPU moves such a gradient, too
             same = same._replace(gradient=OF_NOISE)
         found = {PACKED: (distance, limits), REFILLED: (refilled, same)}
-        return replace(report, found=found, is_zero=report.is_zero or is_noise)
+        report = replace(report, found=found, is_zero=report.is_zero or is_noise)
+        if not self._on_any_process(not report.ok):
+            return report
+        again = self._padded(batch)
+        return report if same.allow(*again.distance(padded)) else replace(report, repeated=(padded.loss, again.loss))
 
     def _on_any_process(self, flag: bool) -> bool:
         return bool(max_over_processes(self.trainer, int(flag)))
@@ -255,7 +264,7 @@ class _Comparison:
     def _differently_rounded(self, batch: dict[str, Any]) -> list[_Values]:
         """The padded step with embeddings one rounding away; in half precision also with another attention."""
         handle = self.trainer.padding.handles[0]
-        others = [self._padded(batch, partial(_one_rounding_away, self.dtype))]
+        others = [self._padded(batch, partial(_one_rounding_away, self.dtype, self.draw))]
         if self.dtype.itemsize < 4 and (attention := other_attention(handle)) is not None:
             with within(attention=attention):
                 others.append(self._padded(batch))
@@ -335,17 +344,20 @@ def has_padding(batches: list[dict[str, torch.Tensor]]) -> bool:
 
 
 def other_padding(
-    batches: list[dict[str, torch.Tensor]], module: nn.Module, args: Any, output: torch.Tensor
+    batches: list[dict[str, torch.Tensor]], draw: torch.Generator, module: nn.Module, args: Any, output: torch.Tensor
 ) -> torch.Tensor:
     """A forward hook: the embeddings of one of `batches`, `(B, L, H)`, with other tokens' embeddings at padding."""
     for ids, mask in ((batch["input_ids"], batch["attention_mask"]) for batch in batches):
         if args and args[0].shape == ids.shape and torch.equal(args[0], ids):
-            others = output.detach().flatten(0, 1)[torch.randperm(mask.numel(), device=mask.device)]
+            order = torch.randperm(mask.numel(), generator=draw)
+            others = output.detach().flatten(0, 1)[order.to(mask.device)]
             return torch.where(mask.bool()[..., None], output, others.view_as(output))
     return output
 
 
-def _one_rounding_away(dtype: torch.dtype, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+def _one_rounding_away(
+    dtype: torch.dtype, draw: torch.Generator, module: nn.Module, args: Any, output: torch.Tensor
+) -> torch.Tensor:
     """A forward hook: embeddings with each number one rounding of `dtype` larger or smaller, at random."""
-    signs = torch.randint(0, 2, output.shape, device=output.device, dtype=torch.int8) * 2 - 1
-    return output + output.detach() * signs * (torch.finfo(dtype).eps / 2)
+    signs = torch.randint(0, 2, output.shape, generator=draw, dtype=torch.int8) * 2 - 1
+    return output + output.detach() * signs.to(output.device) * (torch.finfo(dtype).eps / 2)
