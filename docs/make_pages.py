@@ -89,7 +89,7 @@ completions of one prompt into the same micro-batch. The step stays the same, bu
 
 | flag or variable | what it does |
 |---|---|
-| `trl-padfix stats DATA` | counts tokens, with `--tokenizer ID` or `--train-tokenizer SIZE`; `--batch-size` is 8 |
+| `trl-padfix stats DATA` | counts tokens; `--tokenizer ID` or `--train-tokenizer SIZE`, `--max-length 1024` |
 | `trl-padfix doctor` | shows what runs here; with `--model` or `--attn`, exits with 1 if that cannot run |
 | `--dry_run` | [checks the first batch](numbers.md#in-your-run) without training |
 | `--resume_from_checkpoint` | takes `latest` or a folder ([resume](../recipes/README.md#resume)) |
