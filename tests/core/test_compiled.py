@@ -137,7 +137,7 @@ def test_layers_with_patches_of_another_kind_are_left_as_they_are():
     with remove_padding(model) as handle:
         handle.attach([RowsPatch(model.model.layers[1].mlp, handle)])
         uncompiled = compile_layers(handle, backend="aot_eager")
-    assert uncompiled == {"layers.1": "`Qwen2MLP` does not run in packed mode (RowsPatch)"}
+    assert uncompiled == {"layers.1": "`Qwen2MLP` does not run in direct mode (RowsPatch)"}
 
 
 def test_removing_and_disabling_leave_a_model_uncompiled():

@@ -67,7 +67,7 @@ class A2POTask(PromptTask):
         if self.trainer.processing_class.padding_side != "left":
             raise ValueError(
                 "A2PO pads prompts on the tokenizer's side, and this one pads right: completions would follow "
-                "padding. Set its `padding_side='left'`, and pass it as `processing_class`."
+                "padding. Set its `padding_side='left'`."
             )
 
 

@@ -38,9 +38,9 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
             Compute no padding: the decoder receives one packed row, with the real tokens of the batch. Loss and
             gradients stay the same, up to rounding. A model that cannot be packed raises an error.
         prefix_sharing (`bool` or `"auto"`, *optional*, defaults to `False`):
-            Compute the shared beginning of rows once, for example the prompt of a pair. Use `'auto'`: a
-            forward shares if that saves more work than it adds. `True` also warns if a batch
-            cannot share (with `strict` it raises an error), and forbids NEFTune. Needs `padding_free`.
+            Compute the shared beginning of rows once, for example the prompt of a pair. Use `'auto'`: a forward shares
+            if that saves more work than it adds. `True` also warns if a batch cannot share (with `strict` it raises an
+            error), and forbids NEFTune. Needs `padding_free`.
         padding_side (`str`, *optional*):
             Side on which the collator pads. Default: the tokenizer's side; `'right'` for stateful models, prompt
             tuning and p-tuning.

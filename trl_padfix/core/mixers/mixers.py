@@ -52,7 +52,7 @@ class Mixer:
         name (`str`): Its name in the decoder.
         module (`torch.nn.Module`): The module.
         mode (`str`): `direct`, `forked` or `rows`.
-        why (`str`): Why the module cannot run on a packed row; empty in packed mode.
+        why (`str`): Why the module cannot run on a packed row; empty in direct mode.
     """
 
     name: str
@@ -181,7 +181,7 @@ def _is_cross_attention(name: str, module: nn.Module) -> bool:
 
 
 def _mode_of(module: nn.Module) -> tuple[str, str]:
-    """The mode of a mixer, and why it cannot run on a packed row (empty in packed mode)."""
+    """The mode of a mixer, and why it cannot run on a packed row (empty in direct mode)."""
     reason = _packing_obstacle(module)
     if not reason:
         return DIRECT, ""

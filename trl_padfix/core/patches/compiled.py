@@ -237,7 +237,7 @@ def _obstacle(layer: nn.Module, decoder: nn.Module) -> str | None:
     for module in layer.modules():
         for patch in patches_on(module)[:1]:
             if not isinstance(patch, ViewPatch):
-                return f"`{type(module).__name__}` does not run in packed mode ({type(patch).__name__})"
+                return f"`{type(module).__name__}` does not run in direct mode ({type(patch).__name__})"
     if any(config_of(m) is None for m in layer.modules() if uses_attention_interface(m)):
         return "an attention module has no config, in which the name of compiled attention could be set"
     if not torch_varlen_is_complete():

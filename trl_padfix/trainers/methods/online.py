@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sized
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,10 +25,6 @@ from ..metrics.exact_eval_means import ExactMeans
 from ..parts.generation import Generation
 from ..parts.part import entered
 from ..task import Task
-
-
-if TYPE_CHECKING:
-    pass
 
 
 __all__ = ["OnlineTask", "OnlineTrainer", "trained_tokens"]
