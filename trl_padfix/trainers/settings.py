@@ -23,15 +23,11 @@ __all__ = [
     "check_settings", "prefix_sharing_with_neftune", "trls_configuration",
 ]  # fmt: skip
 
-COMPUTED = {
-    "padding_free": False,
-    "prefix_sharing": False,
-    "packed_multiple_of": None,
-    "max_tokens_per_batch": None,
-    "group_by_prefix": False,
-    "pool_last_token": False,
-}
-"""Fields that change how a step is computed, and their values without this package."""
+COMPUTED = (
+    "padding_free", "prefix_sharing", "packed_multiple_of", "max_tokens_per_batch", "group_by_prefix",
+    "pool_last_token",
+)  # fmt: skip
+"""Fields that change how a step is computed."""
 
 NEEDS_PADDING_FREE = {
     "prefix_sharing": "prefixes are shared in the packed row, which `padding_free` makes",
@@ -96,8 +92,7 @@ class PackingConfig:
 
     def __post_init__(self) -> None:
         check_settings(Settings.of(self), self)
-        if self.prefix_sharing is True:
-            prefix_sharing_with_neftune(True, self)
+        prefix_sharing_with_neftune(self.prefix_sharing is True, self)
         super().__post_init__()  # type: ignore[misc]
 
     def get_warmup_steps(self, num_training_steps: int) -> int:
@@ -196,19 +191,16 @@ def turn_off(config: TrainingArguments) -> None:
     """
     if is_off():
         # Before the checks of the configuration.
-        for name, off in COMPUTED.items():
-            if name in vars(config):
-                setattr(config, name, off)
+        for name in COMPUTED & vars(config).keys():
+            setattr(config, name, Settings.__dataclass_fields__[name].default)
 
 
 def check_field_types(config: TrainingArguments) -> None:
     """Raise a `TypeError` for our flags given as strings, because Python treats any non-empty string as true."""
     if not is_dataclass(config):
         return
-    ours = {f.name for f in fields(Settings)}
-    for flag in (f for f in fields(config) if f.type in FLAG_TYPES and f.name in ours):
-        value = vars(config)[flag.name]
-        if value not in (None, False, True):
+    for flag in (f for f in fields(config) if f.type in FLAG_TYPES and f.name in Settings.__dataclass_fields__):
+        if (value := vars(config)[flag.name]) not in (None, False, True):
             raise TypeError(f"`{flag.name}={value!r}` is of type `{type(value).__name__}`; a flag is True or False.")
 
 
@@ -302,8 +294,7 @@ def check_token_budget(budget: int | None, config: TrainingArguments) -> None:
             "`max_tokens_per_batch` changes the batches. Leave one of them out."
         )
     for name in ("max_completion_length", "max_new_tokens"):
-        longest = vars(config).get(name)
-        if longest is not None and longest > budget:
+        if (longest := vars(config).get(name) or 0) > budget:
             raise ValueError(
                 f"A row may have `{name}={longest}` tokens, more than `max_tokens_per_batch={budget}`, and "
                 f"no batch could hold it. Raise the budget above {longest} plus the length of a prompt, or lower "
