@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kit.budget_runs import GLOBAL_BATCH, assert_same, build_branching, make, subclass
 from kit.trainer_runs import figures
-from torch.utils.data import BatchSampler
+from torch.utils.data import BatchSampler, DataLoader
 from zoo import models
 
 import trl_padfix
@@ -74,6 +74,21 @@ def test_groups_are_drawn_by_seed_and_epoch_and_stay_whole_in_batches(tmp_path):
     assert all(len(set(rows)) == 1 for rows in (np.array(first) % 8).reshape(-1, 4).tolist())
     epochs = {tuple(sorted(map(tuple, beginnings(order_of(trainer, epoch))))) for epoch in range(4)}
     assert len(epochs) > 2  # which groups meet
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_rows_of_a_loader_of_the_users_own_are_not_left_in_its_order_in_silence(is_own, tmp_path):
+    def get_train_dataloader(trainer):
+        if is_own:
+            return DataLoader(trainer.train_dataset, 8, collate_fn=trainer.data_collator)
+        return super(type(trainer), trainer).get_train_dataloader()
+
+    trainer = subclass(grouped("DPO", tmp_path, max_steps=1), get_train_dataloader=get_train_dataloader)
+    if not is_own:
+        trainer.train()
+        return
+    with pytest.raises(ValueError, match=r"`get_train_dataloader` of Own returns another one\. Call `super"):
+        trainer.train()
 
 
 EXPERTS = {"model": lambda: models.build("qwen3_moe"), "ref_model": lambda: models.build("qwen3_moe", seed=1)}

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -116,6 +117,9 @@ class _PermutedSampler(Sampler):
 class RowOrder(Part):
     """The order of rows, for `group_by_prefix`, and for `padding_free` on several processes."""
 
+    has_loader = False
+    """Whether a data loader for training was made by TRL, and not by a user's method alone."""
+
     def check(self, config: TrainingArguments, init_kwargs: dict[str, Any]) -> None:
         data = init_kwargs.get("train_dataset")
         if self.settings.group_by_prefix and data is not None and not isinstance(data, Dataset):
@@ -139,6 +143,7 @@ class RowOrder(Part):
 
     def permute(self, loader: Any) -> Any:
         """A data loader for training, as accelerate has prepared it, whose sampler is permuted."""
+        self.has_loader = True
         trainer, is_grouped = self.trainer, bool(self.settings.group_by_prefix)
         dataset, batches = trainer.train_dataset, self._batches()
         if not isinstance(dataset, Dataset) or not (is_grouped or self._balances(dataset, batches)):
@@ -150,6 +155,15 @@ class RowOrder(Part):
         permuted = _PermutedSampler(sampler.sampler, self.costs(dataset), batches, is_grouped)
         loader.set_sampler(permuted)
         return loader
+
+    def around_training_step(self) -> AbstractContextManager[Any]:
+        if self.settings.group_by_prefix and not self.has_loader:
+            raise ValueError(
+                "`group_by_prefix=True` orders the rows of TRL's data loader, and `get_train_dataloader` of "
+                f"{type(self.trainer).__name__} returns another one. Call `super().get_train_dataloader()` in it, or "
+                "leave `group_by_prefix` out."
+            )
+        return super().around_training_step()
 
     def _balances(self, dataset: Dataset, batches: Batches) -> bool:
         """Whether rows may move to another process: their weight does not depend on other rows of the batch."""
