@@ -125,6 +125,7 @@ def test_new_tokens_begin_behind_the_columns_that_were_given():
     assert torch.equal(new_tokens(found, ids.shape[1]), expected)
     output = generate(model, inputs, return_dict_in_generate=True, **SETTINGS)
     assert torch.equal(output.sequences, found)
+    assert torch.equal(generate(model, ids, attention_mask=mask, **SETTINGS), found)
     assert found[:, : -6 - max(map(len, ROWS))].eq(PAD).all()
 
 

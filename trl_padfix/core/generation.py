@@ -74,7 +74,7 @@ def left_align(
     return tuple(tensor[rows, columns] for tensor in all_tensors)
 
 
-def generate(model: Any, inputs: Mapping[str, Any], **kwargs: Any) -> Any:
+def generate(model: Any, inputs: Mapping[str, Any] | torch.Tensor, **kwargs: Any) -> Any:
     """
     `model.generate` for a batch of either padding side: every prompt is continued as it would be alone.
 
@@ -87,9 +87,9 @@ def generate(model: Any, inputs: Mapping[str, Any], **kwargs: Any) -> Any:
         model (`torch.nn.Module`):
             A [`~transformers.PreTrainedModel`] that generates, or one within PEFT, DDP or a compiled module. For an
             encoder-decoder the batch is passed on unchanged.
-        inputs (`Mapping`):
+        inputs (`Mapping` or `torch.Tensor`):
             Output of a tokenizer, processor or collator: `input_ids` of shape `(B, L)`, `attention_mask`, and further
-            arguments of the model.
+            arguments of the model. Or `input_ids` alone.
         **kwargs:
             As [`~transformers.GenerationMixin.generate`].
 
@@ -121,7 +121,7 @@ def generate(model: Any, inputs: Mapping[str, Any], **kwargs: Any) -> Any:
     """
     if isinstance(model, DistributedDataParallel):
         model = model.module
-    call = dict(**inputs, **kwargs)
+    call = dict(**({"input_ids": inputs} if isinstance(inputs, torch.Tensor) else inputs), **kwargs)
     with evaluating(model):
         main = "input_ids" if call.get("input_ids") is not None else "inputs_embeds"
         if model.config.is_encoder_decoder or call.get(main) is None:
