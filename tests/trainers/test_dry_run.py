@@ -88,6 +88,14 @@ def test_a_loss_that_would_be_computed_padded_fails_it(tmp_path, capsys):
     assert "all steps would be computed padded. They have a loss that depends on padding" in table
 
 
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_it_says_whether_the_loss_was_tested_on_padding(is_padded, tmp_path, capsys):
+    lengths = {} if is_padded else {"prompt": (5, 5), "answer": (4, 4)}
+    assert dry_run(make(tmp_path / "run", padding_free=True, train_dataset=build_pairs(8, **lengths)))
+    line = next(line for line in capsys.readouterr().out.splitlines() if "the trainer's own loss: on 4 pairs" in line)
+    assert ("; not tested on padding, because the batch has none; " in line) is not is_padded
+
+
 @pytest.mark.parametrize("settings", [{}, {"padding_free": True, "parity_check": False}])
 def test_it_says_where_nothing_is_compared(settings, tmp_path, capsys):
     trainer = make(tmp_path / "run", **settings)

@@ -177,7 +177,8 @@ class Parity(Part):
             if is_zero and mode.zeros < MOST_ZEROS:
                 mode.is_due = True
             elif trainer.accelerator.is_local_main_process and step.mode == "train":
-                say(f"parity ok, the trainer's own loss: {report}; {time.perf_counter() - begin:.1f} s")
+                untested = "; not tested on padding, because the batch has none" if mode.is_due else ""
+                say(f"parity ok, the trainer's own loss: {report}{untested}; {time.perf_counter() - begin:.1f} s")
             return None
         if report.error:
             return f"a loss that raises an error without padding: {report}"
