@@ -21,8 +21,19 @@ GONE = {
     "no_cuda": "it is `use_cpu` now",
     "logging_dir": "set the variable TENSORBOARD_LOGGING_DIR",
     "group_by_length": "it is `train_sampling_strategy: group_by_length` now",
+    "use_liger": "it is `use_liger_kernel` now",
+    "use_liger_loss": "it is `use_liger_kernel` now",
+    "vllm_guided_decoding_regex": "it is `vllm_structured_outputs_regex` now",
+    "generate_during_eval": "removed from TRL: DPO and SFT have `predict_with_generate` here",
 }
 """Fields of earlier versions of TRL and transformers, and what to write today."""
+
+NEEDLESS = {
+    "base_model_attribute_name", "chars_per_token", "dataset_batch_size", "force_use_ref_model", "is_encoder_decoder",
+    "label_pad_token_id", "max_target_length", "num_of_sequences", "padding_value", "use_logits_to_keep",
+    "use_num_logits_to_keep", "vllm_device", "vllm_dtype", "vllm_enable_prefix_caching",
+}  # fmt: skip
+"""Fields of earlier versions of TRL that nothing replaces."""
 
 
 def hint(name: str, known: Iterable[str]) -> str:
@@ -41,6 +52,6 @@ def hint(name: str, known: Iterable[str]) -> str:
     """
     known = {*known}
     close = [f"did you mean `{other}`?" for other in difflib.get_close_matches(name, known, n=1, cutoff=0.75)]
-    remark = GONE.get(name) or "".join(close)
+    remark = GONE.get(name) or "removed from TRL: leave it out" * (name in NEEDLESS) or "".join(close)
     field = re.match(r"it is `(\w+)", remark)
     return f" ({remark})" if remark and (field is None or field[1] in known) else ""

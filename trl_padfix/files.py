@@ -24,10 +24,26 @@ def is_missing_path(name: str) -> bool:
     return is_path and not path.exists()
 
 
-def refuse_missing(data: str) -> None:
-    """Raise a `FileNotFoundError` if `data` is a path, by its form or ending, and nothing exists there."""
-    if not Path(data).exists() and (is_missing_path(data) or Path(data).suffix in DATA_FILES):
-        raise FileNotFoundError(f"there is no file or folder {data!r} here ({Path.cwd()}).")
+def refuse_missing(name: str, place: str, in_cache: bool = False) -> None:
+    """
+    Refuse a name that is a path, by its form or ending, at which nothing exists.
+
+    With `in_cache` also a model that is not in the cache of the Hub, if the Hub is offline.
+
+    Raises:
+        FileNotFoundError: With the place in which the user has written the name.
+    """
+    from huggingface_hub.constants import HF_HUB_CACHE, HF_HUB_OFFLINE
+
+    nothing, path = f"{place}: there is no file or folder {name!r} here ({Path.cwd()})", Path(name).expanduser()
+    if is_missing_path(name) or (path.suffix in DATA_FILES and not path.exists()):
+        raise FileNotFoundError(f"{nothing}. Correct the path, or first run what writes it.")
+    cached = Path(HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
+    if in_cache and HF_HUB_OFFLINE and not path.exists() and not cached.exists():
+        raise FileNotFoundError(
+            f"{nothing} and no model of this name in the cache of the Hub, and HF_HUB_OFFLINE forbids a download. "
+            "Correct the name, or unset HF_HUB_OFFLINE."
+        )
 
 
 def write_whole_folder(path: str | Path, write: Callable[[Path], object]) -> Path:

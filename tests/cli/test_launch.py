@@ -23,8 +23,9 @@ from transformers import set_seed
 
 from trl_padfix.cli import METHODS
 from trl_padfix.cli.app import pass_on
-from trl_padfix.cli.config_file import _is_out_of_reach, declared_fields, name_of
+from trl_padfix.cli.config_file import declared_fields, name_of
 from trl_padfix.cli.launch import INTERRUPTED, main, make_parser, one_interrupt, parse, run
+from trl_padfix.files import refuse_missing
 
 
 ROOT = Path(__file__).parents[2]
@@ -208,9 +209,9 @@ def test_a_split_that_is_not_there_is_named_with_its_field(recipe, tmp_path):
     del settings["datasets"], settings["test_split_size"]
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
     given = ["--config", str(tmp_path / "run.yaml"), "--output_dir", str(tmp_path / "run")]
-    with pytest.raises(ValueError, match="no split 'dev', which `dataset_test_split` names"):
+    with pytest.raises(ValueError, match=r"no split 'dev', which `dataset_test_split` names\. It has train\."):
         main("dpo", [*given, "--dataset_test_split", "dev"])
-    with pytest.raises(ValueError, match="no split 'dev', which `dataset_train_split` names"):
+    with pytest.raises(ValueError, match=r"no split 'dev', which `dataset_train_split` names\. It has train\."):
         main("dpo", [*given, "--dataset_train_split", "dev"])
 
 
@@ -235,10 +236,14 @@ def test_a_model_is_looked_for_in_the_cache_if_the_hub_is_offline(tmp_path, monk
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     for path in ("hub/models--gpt2", "hub/models--Qwen--Qwen3-0.6B", "hub/datasets--imdb"):
         (tmp_path / path).mkdir(parents=True)
-    missing = ["gpt3", "Qwen/Qwen3", "imdb"]
-    assert [name for name in ("gpt2", "Qwen/Qwen3-0.6B", "hub", *missing) if _is_out_of_reach(name)] == missing
+    for name in ("gpt2", "Qwen/Qwen3-0.6B", "hub"):
+        refuse_missing(name, "--model", in_cache=True)
+    for name in ("gpt3", "Qwen/Qwen3", "imdb"):
+        refuse_missing(name, "--model")
+        with pytest.raises(FileNotFoundError, match=f"--model: .*'{name}' here .* no model of this name in the cache"):
+            refuse_missing(name, "--model", in_cache=True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    assert not _is_out_of_reach("gpt3")
+    refuse_missing("gpt3", "--model", in_cache=True)
 
 
 @pytest.mark.slow

@@ -69,6 +69,17 @@ CASES = [
     (["trainn"], "trainn"),
 ]
 
+EARLY = [
+    (["stats", "good.jsonl", "--tokenizer", "no/model"], "--tokenizer: there is no file or folder 'no/model' here"),
+    (["dpo", "-config", "no.yaml"], "-config: a flag begins with two dashes: `--config`"),
+    (["dpo", *RUN, "--attn_implementation", "flash_attn2"], "'flash_attn2' (choose from auto, eager, flash_"),
+    (["dpo", *RUN, "--ref_attn_implementation", "spda"], "--ref_attn_implementation: invalid choice: 'spda'"),
+    (["dpo", *CPU, "--dataset_name", "good_folder", "--config", "huge.yaml"], "'huge' (choose from tiny, small)"),
+    (["dpo", *RUN, "--config", "no_file.yaml"], "no_file.yaml, line 1: datasets: there is no file or folder 'x.csv'"),
+    (["dpo", *RUN, "--config", "no_files.yaml"], "there is no file or folder 'a/b/c' here"),
+]
+"""Mistakes that are said before anything that takes seconds is imported."""
+
 
 @pytest.fixture(scope="module")
 def material(tmp_path_factory) -> Path:
@@ -79,6 +90,9 @@ def material(tmp_path_factory) -> Path:
     (folder / "a_word.yaml").write_text("reward_funcs: length\n")
     (folder / "no.yaml").write_text("eval_strategy: no\n")
     (folder / "twice.yaml").write_text("seed: 1\nmax_steps: 2\nseed: 2\n")
+    (folder / "huge.yaml").write_text("tiny_model: huge\n")
+    (folder / "no_file.yaml").write_text("datasets: [{path: csv, data_files: x.csv}]\n")
+    (folder / "no_files.yaml").write_text("datasets: [{path: json, data_files: [good.jsonl, '*.jsonl', a/b/c]}]\n")
     (folder / "fraction.yaml").write_text("seed: 1\nper_device_train_batch_size: 8.5\n")
     (folder / "with_an_empty_file").mkdir()
     (folder / "with_an_empty_file" / "train.jsonl").touch()
@@ -95,15 +109,25 @@ def files(folder: Path) -> dict[str, int]:
     return {str(path): path.stat().st_mtime_ns for path in folder.rglob("*")}
 
 
-def test_a_mistake_is_a_message_and_an_exit_code(material):
-    before = files(material)
-    for args, message in CASES:
+def assert_said(cases):
+    for args, message in cases:
         result = trl_padfix_command(*args)
         assert result.exit_code in (1, 2), (args, result.output, result.exception)  # 2 is click's, for its own options
         assert isinstance(result.exception, SystemExit), args
         assert message in result.output, args
         assert "Traceback" not in result.output, args
+
+
+def test_a_mistake_is_a_message_and_an_exit_code(material):
+    before = files(material)
+    assert_said(CASES)
     assert files(material) == before
+
+
+def test_a_mistake_is_said_before_what_takes_seconds(monkeypatch):
+    monkeypatch.setattr("trl_padfix.cli.launch.make_parser", None)
+    monkeypatch.setattr("trl_padfix.cli.stats.require", None)
+    assert_said(EARLY)
 
 
 @pytest.mark.parametrize("args", [["--debug", *stats("nowhere.jsonl")], [*stats("nowhere.jsonl"), "--debug"]])

@@ -9,22 +9,13 @@ from importlib.util import find_spec
 
 __all__ = ["METHODS", "disable_telemetry", "main", "require_extra"]
 
-METHODS = {
-    "dpo": "DPO",
-    "sft": "SFT",
-    "reward": "Reward",
-    "kto": "KTO",
-    "grpo": "GRPO",
-    "rloo": "RLOO",
-    "distillation": "Distillation",
-}
+METHODS = {name.lower(): name for name in ("DPO", "SFT", "Reward", "KTO", "GRPO", "RLOO", "Distillation")}
 """Commands, and the first part of the names of their trainers and configurations."""
 
 
 def require_extra(*names: str) -> None:
     """End the process with one line if a package of the extra `cli` is not installed."""
-    missing = [name for name in names if find_spec(name) is None]
-    if missing:
+    if missing := [name for name in names if find_spec(name) is None]:
         sys.exit(
             f"trl-padfix: the command line needs {', '.join(missing)}, which the extra `cli` brings: "
             "pip install 'trl-padfix[cli]'"

@@ -7,6 +7,7 @@ The fields are read from the source of the configurations, because importing the
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from itertools import takewhile
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from ..field_names import hint
-from ..files import DATA_FILES, is_missing_path
+from ..files import DATA_FILES, refuse_missing
 from ..trainers.resume import checkpoint_to_resume
 from ..versions import newer_trl, require
 from . import METHODS
@@ -26,6 +27,9 @@ __all__ = ["Given", "check_given", "check_names", "declared_fields", "name_of", 
 
 TINY = ("dpo", "sft")
 """Methods that can train a tiny model that is built on the spot."""
+
+TINY_MODELS = ("tiny", "small")
+"""Shapes of that model."""
 
 OF_COMMAND = {"config", "accelerate_config", "env", "dry_run", "attn_implementation"}
 """Names that no dataclass field declares."""
@@ -59,8 +63,10 @@ def read_given(args: Sequence[str]) -> Given:
     Read flags and YAML without a parser.
 
     Raises:
-        ValueError: If the file is not a YAML mapping, or a key appears twice.
+        ValueError: If the file is not a YAML mapping, or a key appears twice, and for flags with one dash.
     """
+    if flags := [word for word in args if re.match("-[a-z]", word)]:
+        raise ValueError(f"{flags[0]}: a flag begins with two dashes: `-{flags[0]}`.")
     if args[-1] == "--config" or args.count("--config") > 1:
         raise ValueError("`--config` needs the path of one YAML file.")
     given = _read_yaml(args[args.index("--config") + 1]) if "--config" in args else Given({}, {})
@@ -96,7 +102,8 @@ def check_given(method: str, given: Given) -> str | bool | None:
     Check flags and YAML, and return the checkpoint to resume from.
 
     Raises:
-        ValueError: For unknown names, words in place of numbers, missing paths, and a missing model or dataset.
+        ValueError, FileNotFoundError: For unknown names, words in place of numbers, missing paths, and a missing model
+            or dataset.
     """
     for package in ("transformers", "trl"):
         require(package, f"{METHODS[method]}Trainer")
@@ -109,7 +116,9 @@ def check_given(method: str, given: Given) -> str | bool | None:
         if value is False and name.endswith("_strategy"):
             raise ValueError(f'{places[name]}: YAML takes `no` for false. Write "no" in quotes.')
         _check_value(value, places[name], fields.get(name, []))
-    resume_from = _check_paths(values, places)
+        _check_choice(name, value, places[name])
+    resume_from = _check_model(values, places)
+    _check_data(values, places)
     if values.get("model_name_or_path") and values.get("tiny_model"):
         raise ValueError("`tiny_model` builds a model and `model_name_or_path` loads one: give only one of them.")
     if not (values.get("model_name_or_path") or values.get("tiny_model")):
@@ -195,41 +204,30 @@ def _check_value(value: Any, place: str, declared: list[ast.AnnAssign]) -> None:
             raise ValueError(f"{place}: invalid {kind} value: {value!r}.{null}") from None
 
 
+def _check_choice(name: str, value: Any, place: str) -> None:
+    """Raise a `ValueError` for a tiny model or an attention that there is not."""
+    choices: Sequence[str] = TINY_MODELS if name == "tiny_model" else ()
+    # A name with other characters is a kernel on the Hub, or JSON with a name for each part of the model.
+    if name.endswith("attn_implementation") and re.fullmatch(r"[\w-]+", str(value)):
+        source = (_folder("transformers") / "modeling_utils.py").read_text("utf-8")
+        known = re.findall(r'"(\w+)": \w+_attention\w*_forward', source)
+        choices = ["auto", "eager", *known] if known else ()  # none: a later transformers registers them elsewhere
+    if choices and value is not None and value not in choices:
+        raise ValueError(f"{place}: invalid choice: {value!r} (choose from {', '.join(choices)}).")
+
+
 def _folder(package: str) -> Path:
     """The folder of an installed package."""
     spec = find_spec(package)
     return Path(spec.origin).parent if spec and spec.origin else Path("nowhere")
 
 
-def _is_out_of_reach(name: str) -> bool:
-    """Whether the Hub is offline, and a model is neither a folder nor in its cache."""
-    from huggingface_hub.constants import HF_HUB_CACHE, HF_HUB_OFFLINE
-    from huggingface_hub.file_download import repo_folder_name
-
-    if not HF_HUB_OFFLINE or Path(name).expanduser().exists():
-        return False
-    return not (Path(HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type="model")).exists()
-
-
-def _check_paths(values: dict[str, Any], places: dict[str, str]) -> str | bool | None:
-    """
-    Raise a `ValueError` for a model, dataset or checkpoint that is not there, and for a file as a dataset.
-
-    Returns the checkpoint to resume from.
-    """
-    for field in ("model_name_or_path", "teacher_model_name_or_path", "reward_model_name_or_path", "dataset_name"):
-        place = places.get(field)
-        if (name := values.get(field)) and is_missing_path(name):
-            raise ValueError(
-                f"{place}: there is no file or folder {name!r} here ({Path.cwd()}). Correct the path, or first run "
-                "what writes it."
-            )
-        moved = {"env", "model_init_kwargs"} & values.keys()  # they may set another cache
-        if name and field != "dataset_name" and not moved and _is_out_of_reach(name):
-            raise ValueError(
-                f"{place}: there is no folder {name!r} here ({Path.cwd()}) and no model of this name in the cache "
-                "of the Hub, and HF_HUB_OFFLINE forbids a download. Correct the name, or unset HF_HUB_OFFLINE."
-            )
+def _check_model(values: dict[str, Any], places: dict[str, str]) -> str | bool | None:
+    """Raise an error for a model or a checkpoint that is not there, and return the checkpoint to resume from."""
+    in_cache = not {"env", "model_init_kwargs"} & values.keys()  # they may set another cache
+    for field in ("model_name_or_path", "teacher_model_name_or_path", "reward_model_name_or_path"):
+        if name := values.get(field):
+            refuse_missing(name, places[field], in_cache)
     model = Path(values.get("model_name_or_path") or "nowhere")
     if model.is_dir() and not any((model / name).exists() for name in ("config.json", "adapter_config.json")):
         raise ValueError(f"`model_name_or_path`: the folder {str(model)!r} has no config.json, so it is no model.")
@@ -239,12 +237,24 @@ def _check_paths(values: dict[str, Any], places: dict[str, str]) -> str | bool |
         states = sorted(Path(output_dir).glob("checkpoint-*/trainer_state.json"))
         there = ", ".join(str(state.parent) for state in states) or f"none in {str(output_dir)!r}"
         raise ValueError(f"`resume_from_checkpoint`: {resume_from!r} is no checkpoint. Checkpoints: {there}.")
-    # TRL passes the name to `load_dataset`, which takes the name of a file for a Hub id.
-    path = Path(values.get("dataset_name") or "")
-    if builder := DATA_FILES.get(path.suffix):
-        wrong = "is a file" if path.is_file() else "names a file that does not exist"
-        raise ValueError(
-            f"`dataset_name`: {str(path)!r} {wrong}. Give a folder or a Hub id; in a YAML (`--config`) a file is "
-            f"`datasets: [{{path: {builder}, data_files: {path}}}]`."
-        )
     return resume_from
+
+
+def _check_data(values: dict[str, Any], places: dict[str, str]) -> None:
+    """Raise an error for a file as a dataset, and for local data that are not there."""
+    if name := values.get("dataset_name"):
+        refuse_missing(name, places["dataset_name"])
+        # TRL passes the name to `load_dataset`, which takes the name of a file for a Hub id.
+        if builder := DATA_FILES.get(Path(name).suffix):
+            raise ValueError(
+                f"`dataset_name`: {name!r} is a file. Give a folder or a Hub id; in a YAML (`--config`) a file is "
+                f"`datasets: [{{path: {builder}, data_files: {name}}}]`."
+            )
+    datasets = values.get("datasets")
+    for entry in [entry for entry in datasets if isinstance(entry, dict)] if isinstance(datasets, list) else ():
+        # The files of a builder are looked up here, and others in the folder or the repository `path`.
+        is_here = entry.get("path") in DATA_FILES.values() and "data_dir" not in entry
+        files = entry.get("data_files") if is_here else None
+        for name in [entry.get("path"), *([files] if isinstance(files, str) else files or ())]:
+            if isinstance(name, str) and not re.search(r"[*?[{]|://", name):
+                refuse_missing(name, places["datasets"])

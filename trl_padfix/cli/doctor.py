@@ -48,17 +48,14 @@ def describe(diagnosis: Diagnosis) -> list[str]:
     """The printed lines of a diagnosis, of at most 80 characters, the verdict first."""
     system, machine, versions = diagnosis.system, diagnosis.machine, diagnosis.versions
     count = Counter(f"{gpu['name']} ({gpu['memory_gib']:.0f} GiB)" for gpu in system["gpus"])
-    gpus = (
-        ", ".join(f"{n} x {name}" for name, n in count.items())
-        or f"{machine.device.upper()} ({system['cores']} cores)"
-    )
+    names = [f"{n} x {name}" for name, n in count.items()] or [f"{machine.device.upper()} ({system['cores']} cores)"]
     capability = f", compute capability {'.'.join(map(str, c))}" if (c := machine.capability) else ""
     tested = "" if diagnosis.tested else "; tested: " + ", ".join(f"{t.transformers} with {t.trl}" for t in TESTED)
     pair = f"transformers and TRL are {'not ' if tested else ''}a pair that is tested together{tested}"
     lines = [
         *(("", text) for text in _verdict(diagnosis)),
         ("", ""),
-        ("machine", f"{gpus}{capability}"),
+        ("machine", f"{', '.join(names)}{capability}"),
         ("packages", ", ".join(f"{name} {version}" for name, version in versions.items() if version)),
         ("absent", ", ".join(name for name, version in versions.items() if not version)),
         ("stack", pair if versions["trl"] else "no TRL: `remove_padding` and the callback run, no trainer"),

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from . import METHODS, disable_telemetry, require_extra
-from .config_file import TINY, check_given, check_names, name_of, of_command, read_given
+from .config_file import TINY, TINY_MODELS, check_given, check_names, name_of, of_command, read_given
 
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def make_parser(method: str) -> TrlParser:
     config = _class(method, "Config")
     # TRL's script imports our classes from `trl` in this block.
     with patch.multiple("trl", **{config.__name__: config}):
-        parser = _script(method).make_parser(prog=f"trl-padfix {method}")
+        parser = importlib.import_module(f"trl.scripts.{method}").make_parser(prog=f"trl-padfix {method}")
     parser.usage = "%(prog)s [--config FILE.yaml] [--accelerate_config NAME_OR_FILE] [--FIELD VALUE ...]"
     parser.epilog = "Flags of `accelerate launch` work too, here and in the YAML."
     parser.add_argument(
@@ -53,7 +53,7 @@ def make_parser(method: str) -> TrlParser:
     )
     if method in TINY:
         about = "Train a random Qwen2 of this shape, with a tokenizer trained on the data, built in `output_dir`."
-        parser.add_argument("--tiny_model", choices=["tiny", "small"], help=about)
+        parser.add_argument("--tiny_model", choices=TINY_MODELS, help=about)
     ours = [c for c in config.__mro__ if c.__module__.startswith("trl_padfix.")]
     names = {field.name for c in ours if not issubclass(c, TrainingArguments) for field in fields(c)}
     # argparse cannot move an action to another group: the lists that `--help` prints are changed.
@@ -120,6 +120,8 @@ def main(method: str, args: Sequence[str]) -> None:
     import torch
     from transformers import set_seed
 
+    from .. import build_tiny
+
     (*parsed, own), _ = parse(method, args)
     script, training, model, data = parsed
     # TRL's script destroys the process group while its DDP model is alive. If the model held the last reference, its
@@ -133,14 +135,14 @@ def main(method: str, args: Sequence[str]) -> None:
             initial = initial if initial.exists() else Path(training.output_dir) / "initial_model"
             training.push_to_hub, training.resume_from_checkpoint = False, None
         set_seed(training.seed)  # `test_split_size` draws the held-out rows: the same ones in every process
-        if tiny := vars(own).get("tiny_model"):
-            model.model_name_or_path = _tiny_model(tiny, script, initial, model, data)
-            set_seed(training.seed)
         config, trainer = _class(method, "Config"), _class(method, "Trainer")
         ours = {config.__name__: config, trainer.__name__: _checked(trainer, own.dry_run)}
         stack.enter_context(patch.multiple("trl", **ours))
         try:
-            _script(method).main(*parsed)
+            if tiny := vars(own).get("tiny_model"):
+                model.model_name_or_path = build_tiny(tiny, _load(script, data)[script.dataset_train_split], initial)
+                set_seed(training.seed)
+            importlib.import_module(f"trl.scripts.{method}").main(*parsed)
         except _DryRunEnd as end:
             if not end.args[0]:
                 sys.exit(1)
@@ -149,24 +151,20 @@ def main(method: str, args: Sequence[str]) -> None:
             if field is None:
                 raise
             raise ValueError(
-                f"the data has no split {error}, which `dataset_{field}_split` names."
+                f"the data has no split {error}, which `dataset_{field}_split` names. It has "
+                + f"{', '.join(_load(script, data))}."
                 + " `datasets` loads one split: set `test_split_size`." * bool(data.datasets and field == "test")
             ) from error
 
 
-def _tiny_model(shape: str, script: Any, directory: Path, model: Any, data: Any) -> str:
-    """Build the model of `--tiny_model` for the data in `directory`."""
+def _load(script: Any, data: Any) -> Any:
+    """The data by their splits, as TRL's script loads them."""
     import trl
     from datasets import load_dataset
 
-    from .. import build_tiny
-
     if data.datasets:
-        rows = trl.get_dataset(data)[script.dataset_train_split]
-    else:
-        split, name = script.dataset_train_split, script.dataset_config
-        rows = load_dataset(script.dataset_name, name=name, split=split, streaming=script.dataset_streaming)
-    return build_tiny(shape, rows, directory)
+        return trl.get_dataset(data)
+    return load_dataset(script.dataset_name, name=script.dataset_config, streaming=script.dataset_streaming)
 
 
 class _DryRunEnd(Exception):  # noqa: N818
@@ -226,11 +224,6 @@ def _stopped(given: dict[str, Any]) -> str:
     if not list(Path(given.get("output_dir") or "trainer_output").glob("checkpoint-*")):
         return "stopped before the first checkpoint (`save_steps`): the same command begins from the start."
     return "stopped. To go on from the last checkpoint, add `--resume_from_checkpoint latest` to the same command."
-
-
-def _script(method: str) -> Any:
-    """The module of TRL's script."""
-    return importlib.import_module(f"trl.scripts.{method}")
 
 
 def _class(method: str, kind: str) -> type:

@@ -26,10 +26,12 @@ def stats(
     batch_size: Annotated[int, Option(min=1, help="Examples of a batch.")] = 8,
 ) -> None:
     """Count the tokens of a dataset: padding, shared prefixes, truncation. Say which settings pay."""
-    refuse_missing(data)
+    refuse_missing(data, "DATA")
     if (tokenizer is None) == (train_tokenizer is None):
         message = "Give one of `--tokenizer` and `--train-tokenizer`: a model's name, or a size to train, as 2048."
         raise typer.BadParameter(message, param_hint="--tokenizer")
+    if tokenizer is not None:
+        refuse_missing(tokenizer, "--tokenizer", in_cache=True)
     require("trl", "tools.stats")
 
     import numpy as np
@@ -53,7 +55,6 @@ def stats(
     kept, unit = lengths.truncated(max_length or None), UNITS[trainer]
     if not len(kept) or not kept.sequences.any():
         raise ValueError(f"no row is left: each row is empty, or its prompt alone fills max_length={max_length}.")
-    verdict = advise(kept, trainer=trainer, batch_size=batch_size)
     truncated = int((kept.sequences > kept.kept_tokens).any(1).sum())
     typer.echo(f"{len(lengths):,} {unit} of {data} for {trainer}")
     typer.echo(f"{'tokens':12}{'mean':>9}{'median':>9}{'95%':>9}{'max':>9}")
@@ -63,4 +64,4 @@ def stats(
         typer.echo(f"{column:12}" + "".join(f"{figure:9,.0f}" for figure in figures))
     if max_length:
         typer.echo(f"max_length={max_length} truncates {truncated:,} {unit} and drops {len(lengths) - len(kept):,}.")
-    typer.echo("\n".join(["", "Verdict:", *verdict.lines()]))
+    typer.echo("\n".join(["", "Verdict:", *advise(kept, trainer=trainer, batch_size=batch_size).lines()]))

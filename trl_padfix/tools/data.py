@@ -35,11 +35,8 @@ def load_rows(data: str) -> Dataset:
     Raises:
         ValueError: If there is no row.
     """
-    path = Path(data)
-    if path.is_file() and path.suffix in DATA_FILES:
-        rows = load_dataset(DATA_FILES[path.suffix], data_files=data, split="train")
-    else:
-        rows = load_dataset(data, split="train")
+    builder = DATA_FILES.get(Path(data).suffix) if Path(data).is_file() else None
+    rows = load_dataset(builder or data, data_files=data if builder else None, split="train")
     if not len(rows):
         raise ValueError(f"{data} has no row in its split 'train'.")
     return rows

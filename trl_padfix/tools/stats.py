@@ -218,12 +218,10 @@ class Verdict:
     def lines(self) -> list[str]:
         """The verdict in words."""
         padded, real, auto = self.random.padded, self.random.real, self.random.auto
-        saved_by_grouping = 1 - self.grouped.auto / auto
+        saved = 1 - self.grouped.auto / auto
         settings = ["padding_free=True", 'prefix_sharing="auto"' if self.shares else "prefix_sharing=False"]
         settings += ["group_by_prefix=True"] * self.groups
-        grouping = f"grouped ones save {saved_by_grouping:.0%} more"
-        if not self.groups:
-            grouping = f"grouping would save {max(saved_by_grouping, 0):.0%}"
+        grouping = f"grouped ones save {saved:.0%} more" if self.groups else f"grouping would save {max(saved, 0):.0%}"
         packed = f"{padded / real:.1f}x by tokens" if self.trainer == "sft" else "none for this trainer"
         return [
             f"Use {', '.join(settings)}.",

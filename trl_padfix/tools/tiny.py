@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
@@ -111,13 +110,12 @@ def build_qwen2(tokenizer: PreTrainedTokenizerFast, *, seed: int = 0, **shape: A
         **shape:
             One of [`SHAPES`], and other fields of [`~transformers.Qwen2Config`].
     """
-    tokens = dict(
+    fields = dict(
         vocab_size=len(tokenizer),
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,  # Qwen2 begins no text with a token
-    )
-    fields = tokens | {_FIELDS.get(name, name): value for name, value in shape.items()}
+    ) | {_FIELDS.get(name, name): value for name, value in shape.items()}
     with torch.random.fork_rng(devices=[]):  # of the CPU only
         torch.manual_seed(seed)
         return Qwen2ForCausalLM(Qwen2Config(**fields, tie_word_embeddings=True))
@@ -198,25 +196,17 @@ def build_tiny(shape: str, rows: Any, directory: str | Path) -> str:
         raise ValueError(f"`build_tiny` has the shapes {', '.join(SHAPES)}, but none is called {shape!r}.")
 
     def build(folder: Path) -> None:
-        tokenizer = train_tokenizer((text for row in rows for text in texts_of_row(row)), SHAPES[shape]["vocab_size"])
+        tokenizer = train_tokenizer(texts_of(rows), SHAPES[shape]["vocab_size"])
         tokenizer.save_pretrained(folder)
         build_qwen2(tokenizer, **SHAPES[shape] | {"vocab_size": len(tokenizer)}).save_pretrained(folder)
 
-    data = fingerprint(text for row in rows for text in texts_of_row(row))
-    return built_once(directory, {"tiny_model": shape, **SHAPES[shape], "texts": data}, build)
+    return built_once(directory, {"tiny_model": shape, **SHAPES[shape], "texts": fingerprint(texts_of(rows))}, build)
 
 
-def texts_of_row(row: dict[str, Any]) -> Iterator[str]:
-    """All text of a row, plain or conversational."""
-    for value in (row[name] for name in TRAINED if row.get(name)):
+def texts_of(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
+    """All text of rows, plain or conversational, to train a tokenizer on."""
+    for value in (row[name] for row in rows for name in TRAINED if row.get(name)):
         for message in [{"content": value}] if isinstance(value, str) else value:
             content = message.get("content") or ""
             yield from [content] if isinstance(content, str) else [part.get("text") or "" for part in content]
             yield from (json.dumps(call) for call in message.get("tool_calls") or ())
-
-
-def texts_of(dataset: Dataset) -> Iterator[str]:
-    """All text of a dataset, plain or conversational, to train a tokenizer on."""
-    names = [name for name in dataset.column_names if name in TRAINED]
-    for row in dataset.select_columns(names):
-        yield from texts_of_row(row)
