@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from .anatomy import gathers_in_parts
 from .context import within
 from .generation import evaluating
-from .model.inspection import package_of, parameters_of, takes_any_argument
+from .model.inspection import TRUSTED_MIXERS, package_of, parameters_of, takes_any_argument
 
 
 if TYPE_CHECKING:
@@ -41,13 +41,10 @@ of xLSTM reach 75 epsilons on some CPUs. In a tiny BERT, whose tokens see later 
 LARGEST_ROUNDING = 0.02
 """Upper limit of these: 512 epsilons of bfloat16 are 4, and would hide a real dependency on the last token."""
 
-KNOWN = {"accelerate", "bitsandbytes", "liger_kernel", "peft", "torch", "transformers", "trl"}
-"""Packages whose modules mix tokens in ways that `mixers/` knows."""
-
 
 def other_modules(decoder: nn.Module) -> list[nn.Module]:
-    """The modules of a decoder whose classes are of packages that are not [`KNOWN`]: a user's, or code on the Hub."""
-    return [module for module in decoder.modules() if package_of(type(module)) not in KNOWN]
+    """The modules of a decoder that are not of [`TRUSTED_MIXERS`]: a user's, or code on the Hub."""
+    return [module for module in decoder.modules() if package_of(type(module)) not in TRUSTED_MIXERS]
 
 
 def change_of_earlier_states(decoder: Any) -> float:
@@ -75,7 +72,7 @@ def change_beside_another_row(handle: PaddingRemoval) -> tuple[float, list[str]]
     """
     Measure how far the states of a row change when another row is packed in front of it.
 
-    For decoders with modules of packages that are not [`KNOWN`]: such a module may mix tokens, and look like one that
+    For decoders with modules that are not of [`TRUSTED_MIXERS`]: such a module may mix tokens, and look like one that
     does not. Both forwards run the same kernels on the same shapes, so that nothing is rounded differently.
 
     Returns the largest change of a state, divided by the largest state, and the classes of these modules; 0 for a

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from ..errors import UnpackableCallError
-from .inspection import is_of, name_of, package_of
+from .inspection import TRUSTED_HOOKS, TRUSTED_MODULES, is_of, name_of, package_of
 
 
 __all__ = ["ModuleChanges", "has_reader", "is_harmless"]
@@ -26,12 +26,6 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 _GLOBAL_HOOKS = (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks)
 """Hooks of all modules of the process."""
-
-_HARMLESS = {"accelerate", "deepspeed", "torch", "transformers", "trl", "trl_padfix", "wandb"}
-"""Packages whose hooks gather parameters, record outputs, or treat each token by itself."""
-
-_HARMLESS_MODULES = _HARMLESS | {"bitsandbytes", "liger_kernel", "peft", "torchao"}
-"""Packages whose modules treat each token by itself, or wrap others; in torch only the modules in `_BY_TOKEN`."""
 
 _BY_TOKEN = {c.__module__ for c in (nn.ReLU, nn.Sequential, nn.Dropout, nn.Linear, nn.LayerNorm, nn.Embedding)}
 """Modules of `torch.nn.modules` whose classes treat each token by itself; classes of other modules mix tokens."""
@@ -84,7 +78,7 @@ class ModuleChanges:
         """
         self._check_modules()
         for forward in self._forwards():
-            if forward is not None and forward not in self.accepted and not is_of(forward, _HARMLESS_MODULES):
+            if forward is not None and forward not in self.accepted and not is_of(forward, TRUSTED_MODULES):
                 self._refuse("forward", f"`{name_of(forward)}` was set as the forward of a module in", "Set it")
         if not any(self.hooks) and not any(_GLOBAL_HOOKS):  # nearly all models have no hooks
             return None
@@ -161,15 +155,15 @@ def _is_by_token(module: type[nn.Module]) -> bool:
     """Whether modules of a class treat each token by itself, or wrap others."""
     if module.__module__.startswith("torch.nn.modules."):
         return module.__module__ in _BY_TOKEN and module is not nn.MultiheadAttention
-    return package_of(module) in _HARMLESS_MODULES
+    return package_of(module) in TRUSTED_MODULES
 
 
 def has_reader(module: nn.Module) -> bool:
     """Whether a user's hook, or a user's forward on the module itself, gets the output of the module."""
     forward = vars(module).get("forward", nn.Module.forward)
-    return not (is_of(forward, _HARMLESS_MODULES) and all(map(is_harmless, module._forward_hooks.values())))
+    return not (is_of(forward, TRUSTED_MODULES) and all(map(is_harmless, module._forward_hooks.values())))
 
 
 def is_harmless(hook: Callable[..., Any]) -> bool:
     """Whether a hook is of a package whose hooks do not depend on the place of a token."""
-    return is_of(hook, _HARMLESS) or _READY_FOR_CHECKPOINTS in name_of(hook)
+    return is_of(hook, TRUSTED_HOOKS) or _READY_FOR_CHECKPOINTS in name_of(hook)

@@ -21,11 +21,40 @@ from ..errors import PaddingRemovalError
 
 
 __all__ = [
-    "bind", "counts_columns", "forward_of", "forwards_in", "global_in", "globals_of", "hands_arguments_on",
-    "kernel_parameters", "loaded_globals", "module_of", "name_of", "names_in", "package_of",
-    "parameters_of", "pools_by_token_id", "takes", "takes_any_argument", "variables_in", "with_globals",
+    "TRUSTED_GRADIENT_HOOKS", "TRUSTED_HOOKS", "TRUSTED_MIXERS", "TRUSTED_MODELS", "TRUSTED_MODULES",
+    "TRUSTED_WRAPPERS", "bind", "counts_columns", "forward_of", "forwards_in", "global_in", "globals_of",
+    "hands_arguments_on", "is_of", "kernel_parameters", "loaded_globals", "module_of", "name_of", "names_in",
+    "package_of", "parameters_of", "pools_by_token_id", "takes", "takes_any_argument", "variables_in", "with_globals",
     "without_checkpointing",
 ]  # fmt: skip
+
+
+# Packages that are trusted: each set says with what
+
+_HUB = "transformers_modules"  # the package of code on the Hub
+_TRAINING = {"accelerate", "torch", "transformers", "trl", "trl_padfix"}
+
+TRUSTED_MIXERS = {*_TRAINING, "bitsandbytes", "liger_kernel", "peft"}
+"""Their modules mix tokens only in ways that `mixers/` knows. Not DeepSpeed: its experts drop tokens if many come."""
+
+TRUSTED_MODULES = {*TRUSTED_MIXERS, "deepspeed", "torchao", "wandb"}
+"""Modules and forwards that they add to an attached decoder treat each token by itself, or wrap others."""
+
+TRUSTED_HOOKS = {*_TRAINING, "deepspeed", "wandb"}
+"""Their forward hooks gather parameters or record outputs. Not PEFT: hooks of aLoRA depend on the place of a token."""
+
+TRUSTED_GRADIENT_HOOKS = {*_TRAINING, "bitsandbytes", "deepspeed", "peft"}
+"""Their hooks reduce, gather or unscale gradients, which is linear. Not wandb: it records the gradient of a part."""
+
+TRUSTED_MODELS = {*_TRAINING, "deepspeed", "liger_kernel", "peft", "sentence_transformers", "unsloth", _HUB}
+"""The forwards of their models take ids and mask alone."""
+
+TRUSTED_WRAPPERS = {"accelerate", "torch", "trl_padfix"}
+"""
+Their wrappers of a forward change its precision only. Not TRL: it computes the loss from states that were packed.
+
+A wrapper copies `__module__` from the function beneath it, which is of this package.
+"""
 
 
 # Signatures

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from ..anatomy import differentiates_in_parts, find_peft, pipeline_in
 from ..handle import PaddingRemoval
 from ..layout.build import packed_layout, padding_free_layout
-from ..model.inspection import is_of, parameters_of, takes, takes_any_argument
+from ..model.inspection import TRUSTED_MODELS, is_of, parameters_of, takes, takes_any_argument
 from ..patches.decoder import batch_obstacle
 
 
@@ -28,13 +28,6 @@ __all__ = [
     "SNIPPET_TOKENS", "Sample", "called_module", "longest_pair", "padded_batch", "pooling_last_column", "prepare",
     "prepare_longest", "select_columns", "short_snippets",
 ]  # fmt: skip
-
-_LIBRARIES = {
-    "accelerate", "deepspeed", "liger_kernel", "peft", "sentence_transformers", "torch", "transformers",
-    "transformers_modules", "trl", "trl_padfix", "unsloth",
-}  # fmt: skip
-"""Packages whose forwards take ids and mask alone."""
-
 
 MAX_COLUMNS = 64
 """Compared columns of a batch with images, or of a long row: logits of all columns would take too much memory."""
@@ -82,10 +75,10 @@ def called_module(model: nn.Module, handle: PaddingRemoval) -> nn.Module:
         return model
     if differentiates_in_parts(model):  # weights are gathered by the hooks of the wrapper
         return model
-    if not is_of(type(pretrained).forward, _LIBRARIES):
+    if not is_of(type(pretrained).forward, TRUSTED_MODELS):
         return handle.decoder
     # Adapters may put learned tokens before the rows, which the model inside of them does not.
-    return model if is_of(type(model).forward, _LIBRARIES) else find_peft(model) or pretrained
+    return model if is_of(type(model).forward, TRUSTED_MODELS) else find_peft(model) or pretrained
 
 
 def prepare(model: nn.Module, batch: dict[str, Any], handle: PaddingRemoval) -> Sample:

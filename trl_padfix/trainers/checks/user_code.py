@@ -20,7 +20,7 @@ from transformers.training_args import OptimizerNames
 from ...core.anatomy import find_pretrained
 from ...core.context import set_until_closed, temporarily_set
 from ...core.model.changes import is_harmless
-from ...core.model.inspection import is_of, module_of, name_of
+from ...core.model.inspection import TRUSTED_GRADIENT_HOOKS, is_of, module_of, name_of
 from ...core.patches.heads import SCORED_FROM_PADDING
 from ..data.batch_rows import scores_padding
 
@@ -185,10 +185,6 @@ def observe_user_step(
     set_until_closed(trainer.padding.undo, trainer, "training_step", observed)
 
 
-LIBRARIES = {"trl_padfix", "torch", "accelerate", "transformers", "trl", "peft", "deepspeed", "bitsandbytes"}
-"""Modules whose hooks reduce, gather or unscale gradients, which is linear. `optim` names their optimizers."""
-
-
 def gradient_hook_name(trainer: TaskTrainer) -> str | None:
     """
     Name of the code that changes gradients or weights of the policy within a backward; `None` if there is none.
@@ -217,4 +213,4 @@ def module_hook_names(model: nn.Module) -> list[str]:
 def _of_user(kinds: Iterable[Mapping[Any, Any] | None]) -> Iterable[str]:
     """Names of the hooks that no library has registered."""
     hooks = (hook for hooks in kinds for hook in (hooks or {}).values())
-    return (name_of(hook) for hook in hooks if not is_of(hook, LIBRARIES))
+    return (name_of(hook) for hook in hooks if not is_of(hook, TRUSTED_GRADIENT_HOOKS))
