@@ -19,6 +19,7 @@ from zoo.model_numbers import DISTINCT, REAL, assert_equal_where_real, logits_of
 from zoo.models import batch, build
 
 from trl_padfix import PaddingRemovalError, remove_padding
+from trl_padfix.core.model import older
 
 
 # -- nothing stays behind
@@ -54,6 +55,16 @@ def test_removing_restores_everything_also_after_an_exception(mixed, training, e
 
     assert traces(model) == before
     assert torch.equal(logits_of(model, ids, mask), logits)
+
+
+def test_a_wrapper_around_the_search_for_packed_sequences_stays(monkeypatch):
+    masking, name = transformers.masking_utils, "find_packed_sequence_indices"
+    monkeypatch.setattr(masking, name, getattr(masking, name))  # restored at the end
+    monkeypatch.setattr(older, "_search_users", weakref.WeakSet())  # without handles of other tests
+    with remove_padding(build("qwen2")):
+        ours = getattr(masking, name)
+        masking.find_packed_sequence_indices = wrapper = functools.wraps(ours)(lambda positions: ours(positions))
+    assert getattr(masking, name) is wrapper
 
 
 def test_handles_and_models_die():

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module, metadata
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from packaging.specifiers import SpecifierSet
@@ -106,25 +106,30 @@ def spare_packed_search(user: object, is_known: Callable[[torch.Tensor, bool], b
         _search_users.add(user)
         # Some versions after 4.53 have the function under another name.
         search = getattr(_masking, _SEARCH, None)
-        if search is None or hasattr(search, "padfix_search"):
+        if search is None or isinstance(search, _SparedSearch):
             return
         # From 5.0 on the search returns `None` for a single sequence, for which it reads from the device.
         waits = search(torch.arange(2)[None]) is None
-
-        def spared(position_ids: torch.Tensor) -> torch.Tensor | None:
-            return None if is_known(position_ids, waits) else search(position_ids)
-
-        vars(spared)["padfix_search"] = search
-        setattr(_masking, _SEARCH, spared)
+        setattr(_masking, _SEARCH, _SparedSearch(search, lambda position_ids: is_known(position_ids, waits)))
 
 
 def resume_packed_search(user: object) -> None:
     """Undo [`spare_packed_search`] for `user`."""
     with _search_lock:
         _search_users.discard(user)
-        search: Any = getattr(_masking, _SEARCH, None)
-        if not _search_users and hasattr(search, "padfix_search"):
-            setattr(_masking, _SEARCH, search.padfix_search)
+        search = getattr(_masking, _SEARCH, None)
+        if not _search_users and isinstance(search, _SparedSearch):
+            setattr(_masking, _SEARCH, search.search)
+
+
+class _SparedSearch(NamedTuple):
+    """transformers' search for packed sequences, skipped for positions that are known."""
+
+    search: Callable[[torch.Tensor], torch.Tensor | None]
+    is_known: Callable[[torch.Tensor], bool]
+
+    def __call__(self, position_ids: torch.Tensor) -> torch.Tensor | None:
+        return None if self.is_known(position_ids) else self.search(position_ids)
 
 
 _SEARCH = "find_packed_sequence_indices"
