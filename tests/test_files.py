@@ -23,12 +23,10 @@ def test_a_folder_appears_only_as_a_whole_one(tmp_path):
     assert [path.name for path in target.parent.iterdir()] == ["model"]
 
 
-def test_two_processes_write_one_folder_and_each_of_them_whole(tmp_path, monkeypatch):
+def test_two_processes_of_one_id_write_one_folder_and_each_of_them_whole(tmp_path):
     def as_another_process(folder):
         (folder / "a").write_text("one")
-        with monkeypatch.context() as other:
-            other.setattr(os, "getpid", lambda: -1)
-            write_whole_folder(tmp_path / "model", lambda second: (second / "a").write_text("two"))
+        write_whole_folder(tmp_path / "model", lambda second: (second / "a").write_text("two"))
         (folder / "b").write_text("one")
 
     write_whole_folder(tmp_path / "model", as_another_process)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from uuid import uuid4
 
 
 __all__ = ["DATA_FILES", "is_missing_path", "refuse_missing", "write_whole_folder"]
@@ -47,16 +47,20 @@ def refuse_missing(name: str, place: str, in_cache: bool = False) -> None:
 
 
 def write_whole_folder(path: str | Path, write: Callable[[Path], object]) -> Path:
-    """Make a folder: `write` fills an empty one next to it, which is then renamed. An existing one stays as it is."""
+    """Make a folder: `write` fills an empty one next to it, which is then renamed. One with files stays as it is."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Two processes may write the same folder: each has a temporary one of its own.
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    # Two processes may write the same folder: each has a temporary one of its own. Ids of processes are not unique, as
+    # there may be several machines, or containers.
+    temporary = path.with_name(f".{path.name}.{uuid4().hex}.partial")
     try:
         temporary.mkdir()
         write(temporary)
-        if not path.exists():
+        try:
             temporary.rename(path)
+        except OSError:
+            if not path.exists():  # else another process was faster
+                raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return path
