@@ -18,7 +18,7 @@ from ...core.call.arguments import DecoderInputs
 from ...core.call.layout_of import layout_of
 from ...core.errors import UnpackableCallError
 from ...core.handle import PaddingRemoval
-from ...core.model.inspection import parameters_of
+from ...core.model.inspection import bind, parameters_of
 from ...core.model.older import has_cache
 from ...core.model.patching import Attachment, ForwardPatch
 from ...core.parity.check import check_parity
@@ -45,23 +45,27 @@ LAYOUT_ARGUMENTS = ("input_ids", "inputs_embeds", "attention_mask", "position_id
 MOST_ZEROS = 50
 """Most steps without a gradient that are compared: a model may amplify rounding so much that no step has one."""
 
+ANY, PADDED, NONE = "any", "with padding", "none"
+"""The next batch on which the trainer's step is compared; [`_Mode`] says how one follows another."""
+
 
 @dataclass
 class _Mode:
     """
-    What was compared of the steps of training, or of evaluation.
+    How far the comparisons of training, or of evaluation, have come.
+
+    The trainer's step is compared on the first batch. If that batch has no padding, or no gradient, the step is
+    compared again on the next batch with padding.
 
     Attributes:
-        is_due (`bool`): Whether no step with padding and a gradient was compared as a whole.
-        first_step (`int`, *optional*): The number of the first step.
-        is_compared (`bool`): Whether a step was compared as a whole, with or without padding.
+        step_batch (`str`): The next batch on which the trainer's step is compared: `ANY`, `PADDED` or `NONE`.
         zeros (`int`): The number of compared steps without a gradient.
+        first_step (`int`, *optional*): The number of the first step.
     """
 
-    is_due: bool
-    first_step: int | None = None
-    is_compared: bool = False
+    step_batch: str
     zeros: int = 0
+    first_step: int | None = None
 
 
 class Parity(Part):
@@ -76,28 +80,11 @@ class Parity(Part):
     model is right, this and all later steps are computed padded.
     """
 
-    def __init__(self, trainer: PaddingFreeTrainer):
-        super().__init__(trainer)
-        self._begin()
-
-    def attach_to_models(self) -> None:
-        self._begin()  # a model is compared on its own first batches
-
-    def _begin(self) -> None:
+    def attach_to_models(self) -> None:  # a model is compared on its own first batches
         self.trainer.padding.parity.clear()
         self.trainer.padding.why_padded = None
-        self._handle_of_user_step: PaddingRemoval | None = None
-        """Handle of the model that a user's `training_step` has computed with."""
-        self._modes = {mode: _Mode(is_due=self.settings.parity_check) for mode in ("train", "eval")}
-
-    def _is_due(self, mode: str) -> bool:
-        """Whether the next forwards of a mode are compared, as far as this is known before they run."""
-        padding = self.trainer.padding
-        if mode in padding.parity or not (padding.handles and self.settings.parity_check):
-            return False
-        # With hooks that are registered after the first step, calls run padded from then on.
-        has_begun = padding.parity or self._handle_of_user_step is padding.handle
-        return not (has_begun and padding.handle.has_changed)
+        self._has_run_user_step = False
+        self._modes = {mode: _Mode(ANY if self.settings.parity_check else NONE) for mode in ("train", "eval")}
 
     @contextlib.contextmanager
     def around_step(self, step: Step) -> Iterator[None]:
@@ -107,7 +94,7 @@ class Parity(Part):
             for handle in self.trainer.padding.handles:
                 handle.accept_hooks()
         try:
-            with self._compared(step), self._with_own_loss(step):
+            with self._model_compared(step), self._step_compared(step):
                 yield
         except ParityError as error:
             failed = error
@@ -118,89 +105,46 @@ class Parity(Part):
         elif failed is not None:
             raise failed
 
-    @contextlib.contextmanager
-    def _compared(self, step: Step) -> Iterator[None]:
+    # -- the models
+
+    def _is_model_due(self, mode: str) -> bool:
+        """Whether the models are compared in the next forwards of a mode, as far as this is known before they run."""
         padding = self.trainer.padding
-        if not self._is_due(step.mode):
+        if mode in padding.parity or not (padding.handles and self.settings.parity_check):
+            return False
+        # With hooks that are registered after the first step, calls run padded from then on.
+        has_begun = padding.parity or self._has_run_user_step
+        return not (has_begun and padding.handle.has_changed)
+
+    @contextlib.contextmanager
+    def _model_compared(self, step: Step) -> Iterator[None]:
+        """A block with the forwards of a step: the models are compared before it, or on their first call in it."""
+        if not self._is_model_due(step.mode):
             yield
         elif step.batches:
-            failed = self._compare_batches(step)
+            failed = self._compare_model(step)
             yield
             if failed is not None:
                 raise failed
         else:
-            for handle in padding.handles:
+            for handle in self.trainer.padding.handles:
                 handle.accept_hooks()  # the comparison after these forwards checks them
-            with self._compared_on_first_call(step.mode, step.model):
+            with self._model_compared_on_first_call(step.mode, step.model):
                 yield
 
-    @contextlib.contextmanager
-    def _with_own_loss(self, step: Step) -> Iterator[None]:
-        """A block with the forwards of a step, which is compared before them; padded, if it differs."""
-        padding, trainer, mode = self.trainer.padding, self.trainer, self._modes[step.mode]
-        reason = None
-        is_due = mode.is_due and padding.handles and step.batches and not padding.why_padded
-        # A loss may read padding, which a first batch of equally long rows does not show.
-        is_padded = bool(is_due and max_over_processes(trainer, int(has_padding(step.batches))))
-        if is_due and (is_padded or not mode.is_compared):
-            reports = padding.parity.get(step.mode, [])
-            # Where padded is wrong, or the model's check has failed, there is nothing to compare with.
-            is_clear = bool(reports) and all(report.ok and report.padded_is_right for report in reports)
-            is_clear &= step.why_padded is None  # else this batch is computed padded anyway
-            alone = trainer.accelerator.num_processes == 1
-            if is_clear or not alone:  # processes are in step: they compare in the first step, or not at all
-                mode.is_compared, mode.is_due = True, not is_padded
-            if not max_over_processes(trainer, int(not is_clear)):
-                reason = self._check_step(step)
-        padding.why_padded = padding.why_padded or reason
-        with entered(handle.padded(reason) for handle in padding.handles if reason):
-            yield
-
-    def _check_step(self, step: Step) -> str | None:
-        """Compare the step of a trainer; returns why its loss changes without padding, or `None`."""
-        trainer = self.trainer
-        begin = time.perf_counter()
-        gradients = step.mode == "train" and torch.is_grad_enabled()
-        report = check_step(trainer, step, gradients=gradients)
-        if report is None:
-            if (name := custom_loss_name(trainer)) is not None:
-                logger.warning(
-                    f"`{name}` was not compared with its padded value: it does not run on a few rows of a batch. If "
-                    "it reads logits at padding, they are zero: mask them by `attention_mask`, or set "
-                    "`padding_free=False`."
-                )
-            return None
-        if not max_over_processes(trainer, int(not report.ok)):
-            is_zero = not max_over_processes(trainer, int(not report.is_zero))
-            mode = self._modes[step.mode]
-            mode.zeros += is_zero
-            if is_zero and mode.zeros < MOST_ZEROS:
-                mode.is_due = True
-            elif trainer.accelerator.is_local_main_process and step.mode == "train":
-                untested = "; not tested on padding, because the batch has none" if mode.is_due else ""
-                say(f"parity ok, the trainer's own loss: {report}{untested}; {time.perf_counter() - begin:.1f} s")
-            return None
-        if report.error:
-            return f"a loss that raises an error without padding: {report}"
-        if report.repeated:
-            text = "a loss that changes from call to call (this comparison calls it too): {:.6g}, then {:.6g} on one"
-            return text.format(*report.repeated) + " batch. If it reads no logits at padding, set `parity_check=False`"
-        return (
-            "a loss that depends on padding, although the scores of the model do not: your loss reads logits at "
-            "padding, which are zero without it, or a module takes statistics of the batch in training. The loss "
-            f"{report}. Mask by `attention_mask` what your loss reads, or set `padding_free=False`"
-        )
-
-    def _compare_batches(self, step: Step) -> Exception | None:
+    def _compare_model(self, step: Step) -> Exception | None:
         """
-        Compare the batches of a step.
+        Compare the models on the batches of a step.
 
         Returns an error for the end of the step: with several processes, and for a batch that the model itself
         refuses, because TRL's own error may say more.
         """
         padding = self.trainer.padding
         failed: Exception | None = None
-        for batch, is_packed in zip(step.batches, self._will_pack(step.batches), strict=True):
+        packed = [will_pack(padding.handle, batch) for batch in step.batches]
+        if self.trainer.accelerator.num_processes > 1 and is_sharded(self.trainer):  # they meet in each forward
+            packed = [all(of_batch) for of_batch in zip(*gather_object([packed]), strict=True)]
+        for batch, is_packed in zip(step.batches, packed, strict=True):
             if is_packed:
                 inputs = {name: step.inputs[name] for name in step.inputs.keys() & {"labels"}} | batch
                 if (multimodal := padding.handle.multimodal) is not None:
@@ -209,43 +153,38 @@ class Parity(Part):
                     images = padding.task.parity_inputs(step.inputs, batch)
                     inputs |= {name: value for name, value in images.items() if name in names}
                 try:
-                    self.compare(step.mode, step.model, inputs)
+                    self._compare(step.mode, step.model, inputs)
                 except (ParityError, ValueError) as error:
                     if isinstance(error, ParityError) and self.trainer.accelerator.num_processes == 1:
                         raise
                     failed = failed or error  # other processes wait for the forwards of this one
         if failed is None:
-            self.print_reports(step.mode)
+            self._print_reports(step.mode)
         return failed
 
     @contextlib.contextmanager
     def around_user_step(self, model: torch.nn.Module) -> Iterator[None]:
         """A block with a user's `training_step`, compared on its first call if it has no `compute_loss`."""
         # Processes that shard a model meet in each forward, and may not all have such a call.
-        is_due = self._is_due("train") and not is_sharded(self.trainer)
-        with self._compared_on_first_call("train", model) if is_due else contextlib.nullcontext():
+        is_due = self._is_model_due("train") and not is_sharded(self.trainer)
+        with self._model_compared_on_first_call("train", model) if is_due else contextlib.nullcontext():
             yield
-        self._handle_of_user_step = self.trainer.padding.handle
+        self._has_run_user_step = True
 
     @contextlib.contextmanager
-    def _compared_on_first_call(self, mode: str, model: torch.nn.Module) -> Iterator[None]:
+    def _model_compared_on_first_call(self, mode: str, model: torch.nn.Module) -> Iterator[None]:
         """A block at whose end, after a backward and before the weights change, its first packed call is compared."""
         padding = self.trainer.padding
         with first_call(model, padding.handle) as call:
             yield
         if call and mode not in padding.parity:  # a `compute_loss` in the block has compared its batch
-            self.compare(mode, model, call)
-            self.print_reports(mode)
+            self._compare(mode, model, call)
+            self._print_reports(mode)
 
-    def _will_pack(self, batches: list[Any]) -> list[bool]:
-        """Whether each batch is packed; where processes meet in each forward, on all processes."""
-        packed, trainer = [will_pack(self.trainer.padding.handle, batch) for batch in batches], self.trainer
-        if trainer.accelerator.num_processes > 1 and is_sharded(trainer):
-            packed = [all(of_batch) for of_batch in zip(*gather_object([packed]), strict=True)]
-        return packed
-
-    def compare(self, mode: str, model: torch.nn.Module, inputs: dict[str, Any]) -> None:
+    def _compare(self, mode: str, model: torch.nn.Module, inputs: dict[str, Any]) -> None:
         """
+        Compare the models on one batch.
+
         Raises:
             ParityError: If packed and padded differ.
         """
@@ -259,13 +198,74 @@ class Parity(Part):
             if not reports:
                 del trainer.padding.parity[mode]
 
-    def print_reports(self, mode: str) -> None:
+    def _print_reports(self, mode: str) -> None:
         """Print the training reports, which include gradients; evaluation reports only if nothing is trained."""
         trainer, parity = self.trainer, self.trainer.padding.parity
-        if trainer.padding.is_dry_run:  # its table has them
-            return
-        if mode in parity and (mode == "train" or not (trainer.is_in_train or "train" in parity)):
+        is_told = mode == "train" or not (trainer.is_in_train or "train" in parity)
+        if mode in parity and is_told and not trainer.padding.is_dry_run:  # its table has them
             print_reports(trainer, parity[mode])
+
+    # -- the trainer's step
+
+    @contextlib.contextmanager
+    def _step_compared(self, step: Step) -> Iterator[None]:
+        """A block with the forwards of a step, which is compared before them; padded, if it differs."""
+        padding = self.trainer.padding
+        reason = self._compare_step(step) if self._is_step_due(step) else None
+        padding.why_padded = padding.why_padded or reason
+        with entered(handle.padded(reason) for handle in padding.handles if reason):
+            yield
+
+    def _is_step_due(self, step: Step) -> bool:
+        """Whether all processes compare the trainer's step on this batch; if so, sets the next batch."""
+        padding, trainer, mode = self.trainer.padding, self.trainer, self._modes[step.mode]
+        if mode.step_batch == NONE or not padding.handles or not step.batches or padding.why_padded:
+            return False
+        # A loss may read padding, which a first batch of equally long rows does not show.
+        is_padded = max_over_processes(trainer, int(has_padding(step.batches)))
+        if mode.step_batch == PADDED and not is_padded:
+            return False
+        reports = padding.parity.get(step.mode, [])
+        # Where padded is wrong, or the model's check has failed, there is nothing to compare with. With `why_padded`,
+        # this batch is computed padded anyway.
+        is_clear = bool(reports) and all(r.ok and r.padded_is_right for r in reports) and step.why_padded is None
+        # Processes are in step: they compare in the first step, or not at all.
+        if is_clear or trainer.accelerator.num_processes > 1:
+            mode.step_batch = NONE if is_padded else PADDED
+        return not max_over_processes(trainer, int(not is_clear))
+
+    def _compare_step(self, step: Step) -> str | None:
+        """Compare the trainer's step; returns why its loss changes without padding, or `None`."""
+        trainer, mode = self.trainer, self._modes[step.mode]
+        begin = time.perf_counter()
+        report = check_step(trainer, step, gradients=step.mode == "train" and torch.is_grad_enabled())
+        if report is None:
+            if (name := custom_loss_name(trainer)) is not None:
+                logger.warning(
+                    f"`{name}` was not compared with its padded value: it does not run on a few rows of a batch. If "
+                    "it reads logits at padding, they are zero: mask them by `attention_mask`, or set "
+                    "`padding_free=False`."
+                )
+            return None
+        if not max_over_processes(trainer, int(not report.ok)):
+            is_zero = not max_over_processes(trainer, int(not report.is_zero))
+            mode.zeros += is_zero
+            if is_zero and mode.zeros < MOST_ZEROS:
+                mode.step_batch = PADDED
+            elif trainer.accelerator.is_local_main_process and step.mode == "train":
+                untested = "; not tested on padding, because the batch has none" if mode.step_batch == PADDED else ""
+                say(f"parity ok, the trainer's own loss: {report}{untested}; {time.perf_counter() - begin:.1f} s")
+            return None
+        if report.error:
+            return f"a loss that raises an error without padding: {report}"
+        if report.repeated:
+            text = "a loss that changes from call to call (this comparison calls it too): {:.6g}, then {:.6g} on one"
+            return text.format(*report.repeated) + " batch. If it reads no logits at padding, set `parity_check=False`"
+        return (
+            "a loss that depends on padding, although the scores of the model do not: your loss reads logits at "
+            "padding, which are zero without it, or a module takes statistics of the batch in training. The loss "
+            f"{report}. Mask by `attention_mask` what your loss reads, or set `padding_free=False`"
+        )
 
 
 def compare(
@@ -329,7 +329,7 @@ def print_reports(trainer: PaddingFreeTrainer, reports: list[ParityReport]) -> N
 
 def tensor_arguments(module: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
     """The tensors in a call of `module` by parameter name. For use in a forward hook."""
-    arguments = dict(zip(parameters_of(module.forward), args, strict=False)) | kwargs
+    arguments = bind(module.forward, args, kwargs)
     return {k: v.detach() for k, v in arguments.items() if isinstance(v, torch.Tensor)}
 
 
