@@ -263,17 +263,17 @@ class PaddingFreeMixin:
         with self._loading(test_dataset):
             return super().get_test_dataloader(test_dataset)
 
-    def _loading(
-        self, dataset: Dataset | IterableDataset, is_training: bool = False
-    ) -> contextlib.AbstractContextManager[None]:
-        # Every training and evaluation begins here, after `model_init`; data loaders read the handle of the model.
+    @contextlib.contextmanager
+    def _loading(self, dataset: Dataset | IterableDataset, is_training: bool = False) -> Iterator[None]:
+        """A block in which TRL makes a data loader: every training and evaluation begins with one."""
         given, now = vars(self.padding.settings), vars(Settings.of(self.args, **self.fixed_settings))
         if late := [f"`{name}={now[name]}`" for name in given if now[name] != given[name]]:
             raise ValueError(f"Set {', '.join(late)} before you make the trainer: it has already read its fields.")
-        self._follow_models()
+        self._follow_models()  # after `model_init`; data loaders read the handle of the model
         if is_training and self.padding.settings.are_set:
             observe_user_step(self, self._around_user_step)
-        return entered(part.around_dataloader(dataset, is_training) for part in self.padding.parts)
+        with entered(part.around_dataloader(dataset, is_training) for part in self.padding.parts):
+            yield
 
     def _around_user_step(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
         if reason := self.padding.task.why_padded({}):  # the step may compute its own loss
@@ -315,15 +315,16 @@ class PaddingFreeMixin:
                 step = part.begin_step(step)
             else:  # a subclass may have edited the batch of the outer block
                 part.check_batch(inputs)
-        with batch_cache(), contextlib.ExitStack() as blocks:
-            blocks.enter_context(temporarily_set(padding, running=step))
+        around = [part.around_step for part in padding.in_steps] if is_outer else []
+        with batch_cache(), temporarily_set(padding, running=step):
             # Not only for models that get labels: a loss may also use logits and completion masks.
             step.why_padded = reason = padding.task.why_padded(inputs)
-            for part in padding.in_steps if is_outer else ():
-                blocks.enter_context(part.around_step(step))
-            for handle in padding.handles if reason else ():  # within the blocks of the parts, which count it
-                blocks.enter_context(handle.padded(reason))
-            yield step
+            padded = (handle.padded(reason) for handle in padding.handles if reason)
+            with (
+                entered(block(step) for block in around),
+                entered(padded),
+            ):  # in this order: the parts count padded calls
+                yield step
 
     @hook
     def prediction_step(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
