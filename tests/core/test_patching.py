@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,8 +19,10 @@ from transformers import AutoModel, AutoModelForSequenceClassification
 from zoo.models import PAD, batch, build
 
 from trl_padfix import remove_padding
-from trl_padfix.core.model import patching
-from trl_padfix.core.model.patching import patches_on
+from trl_padfix.core.model import patching, views
+from trl_padfix.core.model.patching import RunnerPatch, patches_on
+from trl_padfix.core.patches.heads import LMHeadPatch
+from trl_padfix.core.remove import attach_runner_patch
 
 
 IDS, MASK = batch("right")
@@ -125,11 +129,11 @@ def test_a_deep_copy_of_an_attached_model_can_be_attached():
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
 def test_a_decoder_may_copy_its_config(copied):
-    view = patching.ConfigView(build("qwen2").config)
+    view = views.ConfigView(build("qwen2").config)
     twin = copied(view)
     twin.use_cache = not view.use_cache
     assert twin.use_cache is not view.use_cache
-    assert twin._attn_implementation == view._attn_implementation == patching.PACKED_ATTENTION
+    assert twin._attn_implementation == view._attn_implementation == views.PACKED_ATTENTION
 
 
 def test_a_method_that_was_kept_passes_calls_on_after_removal():
@@ -139,6 +143,35 @@ def test_a_method_that_was_kept_passes_calls_on_after_removal():
         kept = model.forward
     model.forward = lambda **kwargs: kept(**kwargs)
     assert torch.equal(call(model), expected)
+
+
+def test_a_wrapper_that_copies_our_attributes_may_get_another_patch_on_top():
+    """As the runner of a token budget is: `functools.wraps` copies the signature of the function of a method."""
+    model = build("qwen2")
+    parameters = [*inspect.signature(model.forward).parameters]
+    with remove_padding(model) as handle:
+        method = model.forward
+        model.forward = functools.wraps(method)(lambda *args, **kwargs: method(*args, **kwargs))
+        attach_runner_patch(model)
+        assert [*inspect.signature(model.forward).parameters] == parameters
+        call(model)
+        assert handle.stats.forwards == 1
+
+
+def test_a_patch_that_comes_later_runs_within_mixed_precision_once():
+    """Beneath accelerate's wrapper, where it can be unwrapped, and taken off."""
+    model = build("qwen2")
+    with remove_padding(model) as handle:
+        prepared = prepare(model, "bf16")
+        wrapper = model.forward
+        later = attach_runner_patch(model)
+        assert model.forward is wrapper
+        assert [type(patch) for patch in patches_on(model)] == [RunnerPatch, LMHeadPatch]
+        call(prepared)
+        assert handle.stats.forwards == 1
+    later.remove()
+    assert not patches_on(model)
+    assert torch.equal(call(prepared), call(prepare(build("qwen2"), "bf16")))
 
 
 # -- computed padded: calls within a checkpoint around the model, and within `torch.func`

@@ -22,8 +22,8 @@ from trl_padfix import PaddingRemovalError, check_parity, remove_padding
 from trl_padfix.core.attention.attention import register_packed_attention
 from trl_padfix.core.call.prepared_masks import PreparedMasks, with_added_masks
 from trl_padfix.core.layout.build import prefix_sharing_layout
-from trl_padfix.core.model.patching import ConfigView
 from trl_padfix.core.model.positions import PackedMask
+from trl_padfix.core.model.views import ConfigView
 
 
 def mask_of(blocks: torch.Tensor, real: torch.Tensor) -> torch.Tensor:

@@ -36,8 +36,8 @@ LISTED = {
     "PaddingSide._collators", "tokenizer_of", "Part.__init__", "Part.check", "Part.around_init",
     # What an earlier trainer has attached to the model is detached.
     "PaddingFreeMixin._attach", "PaddingFreeMixin._attach_to_models", "PaddingFreeMixin._follow_models", "take_over",
-    "patches_on", "models_of", "named_models_of", "PaddingFreeMixin._loading", "PaddingFreeMixin.get_train_dataloader",
-    "PaddingFreeMixin.get_eval_dataloader",
+    "patches_on", "_places_on", "models_of", "named_models_of", "PaddingFreeMixin._loading",
+    "PaddingFreeMixin.get_train_dataloader", "PaddingFreeMixin.get_eval_dataloader",
     # Which checkpoint is resumed; `training_args.bin` opens without this package.
     "PaddingFreeMixin.train", "checkpoint_to_resume", "PaddingFreeMixin._save", "temporarily_set",
 }  # fmt: skip

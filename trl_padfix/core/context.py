@@ -13,8 +13,14 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+import torch
+from torch.utils.checkpoint import checkpoint
 
-__all__ = ["Context", "ForwardRunner", "context", "outside_calls", "set_until_closed", "temporarily_set", "within"]
+
+__all__ = [
+    "Context", "ForwardRunner", "checkpoint_state", "context", "in_backward", "in_checkpoint", "outside_calls",
+    "set_until_closed", "temporarily_set", "within",
+]  # fmt: skip
 
 
 class ForwardRunner(Protocol):
@@ -102,3 +108,22 @@ def set_until_closed(stack: ExitStack, owner: Any, name: str, value: Any) -> Non
 
     stack.callback(undo)
     setattr(owner, name, value)
+
+
+def in_backward() -> bool:
+    """Whether a backward runs in this thread, so that a forward is a recomputation."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def in_checkpoint() -> bool:
+    """Whether this thread is within a checkpoint of torch around a model, or its recomputation; not one of ours."""
+    # In torch 2.6 such calls are packed, and an error of torch says so if their backward differs.
+    return bool(checkpoint_state()[1]) and not context().own_checkpoint
+
+
+def checkpoint_state() -> tuple[bool, tuple[Any, ...]]:
+    """What a checkpoint of torch changes: whether gradients are enabled (a reentrant one), or its hooks."""
+    top_hooks = vars(vars(torch._C)["_autograd"]).get("_top_saved_tensors_default_hooks")  # torch 2.6 has none
+    hooks = (top_hooks and top_hooks(True)) or ()
+    is_checkpoint = any(hook.__module__ == checkpoint.__module__ for hook in hooks)
+    return torch.is_grad_enabled(), hooks if is_checkpoint else ()

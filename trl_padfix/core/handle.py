@@ -6,7 +6,7 @@ import re
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
@@ -25,7 +25,7 @@ from .layout.shared_prefixes import PrefixedLayout
 from .model.changes import ModuleChanges
 from .model.inspection import takes, takes_any_argument
 from .model.older import resume_packed_search, spare_packed_search
-from .model.patching import Attachment, ForwardPatch, in_backward
+from .model.patching import Attachment, ForwardPatch
 from .parallel.collectives import Group
 from .parallel.local import tokens_of
 
@@ -257,18 +257,6 @@ class PaddingRemoval(Attachment):
         self.run_padded(UnpackableCallError(reason, f"The call has {reason}."))
         with self.disabled():
             yield
-
-    def transformed(self) -> AbstractContextManager[None]:
-        """Compute the one forward of a block padded, since `torch.func` hides the values of its tensors."""
-        reason = "tensors of `torch.func` (`grad`, `vmap`), from whose values no layout can be built"
-        return self.padded(reason) if self.enabled else nullcontext()
-
-    def checkpointed(self) -> AbstractContextManager[None]:
-        """Compute the one forward of a block padded, since a checkpoint around the model computes it again."""
-        if in_backward():  # the call has been counted
-            return self.disabled()
-        reason = "a checkpoint around it, whose backward recomputes the whole model. Checkpoint its layers instead"
-        return self.padded(reason) if self.enabled else nullcontext()
 
     def accept_hooks(self) -> None:
         """Pack calls although hooks were registered on modules of the decoder since attachment."""

@@ -16,7 +16,7 @@ from .anatomy import Anatomy
 from .attention.attention import attends_within_tokens, implementation_obstacle, is_causal
 from .mixers.mixers import DIRECT, Mixers, inherits_mixing, marks_cross_attention
 from .model.inspection import forward_of, names_in, parameters_of
-from .model.patching import config_of
+from .model.views import config_of
 from .probes import change_of_earlier_states, other_modules
 
 

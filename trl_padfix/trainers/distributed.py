@@ -13,7 +13,7 @@ from transformers import Trainer
 
 from ..core.context import temporarily_set
 from ..core.errors import PaddingRemovalError
-from ..core.model.patching import config_of
+from ..core.model.views import config_of
 
 
 if TYPE_CHECKING:

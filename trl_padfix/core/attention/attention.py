@@ -33,8 +33,9 @@ from ..errors import PaddingRemovalError
 from ..layout.layout import Layout
 from ..model.inspection import forward_of, global_in, globals_of, names_in, parameters_of
 from ..model.older import flash_arguments, register_mask_function
-from ..model.patching import PACKED_ATTENTION, ForwardPatch, viewed_module
+from ..model.patching import ForwardPatch
 from ..model.positions import PackedMask, describe_mask
+from ..model.views import PACKED_ATTENTION, viewed_module
 from .segments import attend_by_segment, by_token, gather_keys, gather_tokens, in_attention_dtype
 
 

@@ -30,12 +30,13 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ..context import context, within
+from ..context import checkpoint_state, context, within
 from ..errors import UnpackableCallError
 from ..layout.layout import Layout
-from ..model.inspection import bind, takes_any_argument
+from ..model.inspection import takes_any_argument
 from ..model.older import checkpoints_in_forward
-from ..model.patching import Attachment, ForwardPatch, checkpoint_state, config_of
+from ..model.patching import Attachment, ForwardPatch
+from ..model.views import config_of
 from .prepared_masks import PreparedMasks
 
 
@@ -308,7 +309,7 @@ class LayerPatch(ForwardPatch):
             kwargs.pop(LAYOUT, None)  # its forward would reject the keyword
         layer = None if self.is_layer else layer_call(call)
         if layer is None:
-            layer = LayerCall(self.module, bind(self.wrapped, args, kwargs), call)
+            layer = LayerCall(self.module, self.bind(args, kwargs), call)
         with running(layer.call, layer=layer):
             return self._forward(layer, has_layout)(*args, **kwargs)
 

@@ -24,7 +24,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ..attention.attention import ViewPatch, names_attention, uses_attention_interface
 from ..call.calls import LayerPatch
 from ..model.inspection import counts_columns, forward_of, hands_arguments_on, parameters_of, variables_in
-from ..model.patching import Attachment, ForwardPatch, beneath_patches
+from ..model.patching import Attachment, ForwardPatch, is_patched_only
 from .primitives import PrimitivesPatch, chunk_of, primitives_of
 from .row_buckets import RowsPatch
 
@@ -187,8 +187,7 @@ def _mode_of(module: nn.Module) -> tuple[str, str]:
         return DIRECT, ""
     # A forward that another library replaced may call other functions than the class's code. Patches of a removed
     # handle do not count: they stay until gradient checkpointing has recomputed its forwards.
-    is_plain = beneath_patches(module, vars(module).get("forward")) is None
-    return FORKED if primitives_of(module) and is_plain else ROWS, reason
+    return FORKED if primitives_of(module) and is_patched_only(module) else ROWS, reason
 
 
 def _packing_obstacle(module: nn.Module) -> str:

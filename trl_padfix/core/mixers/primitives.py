@@ -24,8 +24,9 @@ from torch import nn
 from ..attention.attention import uses_attention_interface
 from ..call.calls import LAYOUT, PackedCall, call_of, running
 from ..model.inspection import global_in, kernel_parameters, loaded_globals, parameters_of, variables_in, with_globals
-from ..model.patching import Attachment, ForwardPatch, viewed_module
+from ..model.patching import Attachment, ForwardPatch
 from ..model.positions import PackedMask
+from ..model.views import viewed_module
 from .node_tree import tree_of
 from .row_buckets import row_buckets
 

@@ -30,7 +30,8 @@ from ..errors import PaddingRemovalError, UnpackableCallError
 from ..layout.layout import Layout
 from ..model.inspection import bind, parameters_of
 from ..model.older import mask_of_rows
-from ..model.patching import Attachment, ForwardPatch, config_of, view_of
+from ..model.patching import Attachment, ForwardPatch
+from ..model.views import config_of, view_of
 
 
 __all__ = [

@@ -1,18 +1,23 @@
 """
-Patches of the forwards of modules, the views on which they run, and the attachment that puts them on and takes them
-off.
+Patches of the forwards of modules, and the attachment that puts them on and takes them off.
 
-Modules of transformers choose their attention by a name in their config. Many models and many threads may share one
-config, so packed attention is never written there. A packed forward runs `forward` on a view instead: an object of a
-subclass of the module's class, with the same `__dict__` (parameters, buffers, training flag) and another `config`.
+One method runs all patches of a module: the last patch that was put on calls the one before it, and so on; the first
+one calls the forward that was there before. [`_Place`] is this method, `module.forward`, with its patches. The module
+holds the place in an attribute, where the method looks it up at each call.
+
+- No other library: the last patch that is taken off takes the method with it.
+- Another library wraps the method later, as accelerate does for mixed precision. The method stays beneath the wrapper,
+  also without patches. New patches join it there if the wrapper is accelerate's. Otherwise they get a second place,
+  above the wrapper. A packed forward runs the wrapper on a view of the module, for which the method skips its patches.
+- accelerate's wrapper was there first. Then `unwrap_model(model, keep_fp32_wrapper=False)` does not find it, makes a
+  method of the method, and calls pass the module twice. [`_follow_unwrapping`] removes the wrapper.
+- A deep copy of the module: the method finds the copy's place, whose patches belong to a copy of the attachment.
 """
 
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
-import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import MethodType
@@ -21,24 +26,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
-from torch.utils.checkpoint import checkpoint
-from transformers import PretrainedConfig
 
-from ..context import context, within
+from ..context import context, in_backward, in_checkpoint, within
 from ..errors import PaddingRemovalError
-from .inspection import bind, is_of, name_of
+from .inspection import TRUSTED_WRAPPERS, bind, is_of, name_of
 from .older import has_cache
+from .views import bound_to_view, viewed_module
 
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-__all__ = [
-    "PACKED_ATTENTION", "Attachment", "BatchPatch", "ForwardPatch", "RunnerPatch", "beneath_patches", "bound_to_view",
-    "checkpoint_state", "config_of", "in_backward", "in_checkpoint", "patches_on", "view_of",
-    "viewed_module",
-]  # fmt: skip
+__all__ = ["Attachment", "BatchPatch", "ForwardPatch", "RunnerPatch", "is_patched_only", "patches_on"]
 
 
 class Attachment:
@@ -107,41 +107,8 @@ class Attachment:
             yield
 
 
-class _Patches(dict[str, "ForwardPatch"]):
-    """
-    The patches of a module by their keys, in an attribute of the module: the last one put on is the outermost.
-
-    A deep copy of the module has copies of them. A pickle of it has none, as its class has none.
-    """
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Patches:
-        memo[id(self)] = copied = _Patches()
-        copied.update({key: copy.deepcopy(patch, memo) for key, patch in self.items()})
-        return copied
-
-    def __reduce__(self) -> tuple[type[dict], tuple]:
-        return dict, ()
-
-
-_ATTRIBUTE = "_trl_padfix_patches"
-
-_keys = itertools.count()
-
-
-def patches_on(module: nn.Module) -> list[ForwardPatch]:
-    """The patches of this package on a module, the outermost first, also those beneath wrappers of other libraries."""
-    return [patch for patch in reversed(vars(module).get(_ATTRIBUTE, _Patches()).values()) if patch.is_on]
-
-
 class ForwardPatch:
-    """
-    `module.forward`, wrapped for as long as the patch is on.
-
-    `module.forward` is then a bound method of the module, as it is without a patch. Its function looks up the patch of
-    the module that it is called with. So a deep copy of the module runs a patch of its own, and another library may
-    wrap the method, or its `__func__` as accelerate does under mixed precision. Such a wrapper stays when the patch is
-    taken off: the function beneath it passes every call on.
-    """
+    """A wrapper of `module.forward` for as long as it is on."""
 
     serves_recomputation = False
     """Whether recomputed forwards need the patch, perhaps after the handle was removed."""
@@ -149,33 +116,34 @@ class ForwardPatch:
     runs_on_view = False
     """Whether packed forwards run the module on a view of it."""
 
-    is_on = False
+    place: _Place
+    """Where the patch was put on."""
 
     def __init__(self, module: nn.Module, attachment: Attachment):
         self.module: Any = module
         self.attachment: Any = attachment  # `Any`, because most patches need the fields of a `PaddingRemoval`
-        self.below: Any = None  # the forward that an instance attribute held before this patch
-        self.method: MethodType | None = None  # what `module.forward` is while the patch is on
-        self.key = ""
 
     def put_on(self) -> None:
-        _drop_removed(self.module)
-        above = _removed_beneath_accelerate(self.module)
-        self.below = self.module.__dict__.get("forward") if above is None else above.below
+        self.place = _place_for(self.module)
         if self.runs_on_view:
             self.on_view()  # raises now, not in the first forward, if there can be no view
-        self.key, self.is_on = f"{type(self).__name__}-{next(_keys)}", True
-        self.module.__dict__.setdefault(_ATTRIBUTE, _Patches())[self.key] = self
-        self.method = MethodType(_patched_forward(self.key, self.module, self.wrapped), self.module)
-        if above is None:
-            self.module.forward = self.method
-        else:
-            above.below = self.method
+        self.place.put_on(self)
+
+    def take_off(self) -> None:
+        """Remove this patch from its module."""
+        self.place.patches = tuple(patch for patch in self.place.patches if patch is not self)
+        _remove_unused_places(self.module)
 
     @property
-    def wrapped(self) -> Any:
-        """The forward beneath this patch."""
-        return self.below if self.below is not None else type(self.module).forward.__get__(self.module)
+    def wrapped(self) -> Callable[..., Any]:
+        """The patch beneath this one, or the forward beneath all of them."""
+        patches = self.place.patches  # without this patch, if another thread has taken it off during the call
+        beneath = patches[: patches.index(self)] if self in patches else ()
+        return beneath[-1] if beneath else self.place.forward
+
+    def bind(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a call by name."""
+        return bind(self.place.method, args, kwargs)
 
     def on_view(self, **overrides: Any) -> Callable:
         """
@@ -184,7 +152,7 @@ class ForwardPatch:
         Raises:
             PaddingRemovalError: If another library replaced the forward and hides the module that it calls.
         """
-        below = beneath_patches(self.module, self.below)
+        below = self.place.below
         forward = bound_to_view(self.module, below, **overrides)
         if forward is None:
             raise PaddingRemovalError(
@@ -196,7 +164,7 @@ class ForwardPatch:
         return forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.is_on or torch.jit.is_tracing():  # a trace would keep the layout of its example
+        if torch.jit.is_tracing():  # a trace would keep the layout of its example
             return self.wrapped(*args, **kwargs)
         # `torch.compiler.disable` costs time on the host in every layer.
         return (self._untraced if torch.compiler.is_dynamo_compiling() else self.call)(*args, **kwargs)
@@ -214,106 +182,159 @@ class ForwardPatch:
         """The forward while padding removal is on."""
         raise NotImplementedError
 
-    def take_off(self) -> None:
-        """Remove this patch from the chain of patches on its module."""
-        self.is_on = False
-        _drop_removed(self.module)
+
+def patches_on(module: nn.Module) -> list[ForwardPatch]:
+    """The patches of this package on a module, the outermost first, also those beneath wrappers of other libraries."""
+    return [patch for place in reversed(_places_on(module).values()) for patch in reversed(place.patches)]
 
 
-def _patched_forward(key: str, patched: nn.Module, wrapped: Any) -> Callable:
-    """The function of the method that a patch puts on a module, with the signature of the forward beneath it."""
-    is_own = isinstance(wrapped, MethodType) and wrapped.__self__ is patched
-    beneath: Any = wrapped.__func__ if is_own else wrapped  # the function may run a copy of the module
+def is_patched_only(module: nn.Module) -> bool:
+    """Whether no other library has replaced the forward of a module; patches of this package do not count."""
+    places = _places_on(module).values()
+    forwards = {vars(module).get("forward"), *(place.below for place in places)}
+    return forwards <= {None, *(place.method for place in places)}
+
+
+# Places of patches
+
+
+class _Place:
+    """A method of a module that runs patches, and the forward beneath them."""
+
+    def __init__(self, module: nn.Module):
+        self.module = module
+        self.below: Any = vars(module).get("forward")  # what an instance attribute held; `None` without one
+        self.patches: tuple[ForwardPatch, ...] = ()  # never changed but replaced: another thread may read it
+        self.method = MethodType(_function(module, self.forward), module)
+
+    @property
+    def forward(self) -> Any:
+        """The forward beneath all patches."""
+        return self.below if self.below is not None else type(self.module).forward.__get__(self.module)
+
+    def put_on(self, patch: ForwardPatch) -> None:
+        places, function = _places_on(self.module), self.method.__func__
+        if function not in places:
+            places[function] = self
+            vars(self.module).update({_ATTRIBUTE: places, "forward": self.method})
+        self.patches = (*self.patches, patch)
+
+
+class _Places(dict[Any, _Place]):
+    """
+    The places on a module by the functions of their methods, in an attribute of the module; the last is the outermost.
+
+    A deep copy of the module has copies of them. A pickle of it has none, as its class has none.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Places:
+        memo[id(self)] = copied = _Places()
+        copied.update({function: copy.deepcopy(place, memo) for function, place in self.items()})
+        return copied
+
+    def __reduce__(self) -> tuple[type[dict], tuple]:
+        return dict, ()
+
+
+_ATTRIBUTE = "_trl_padfix_patches"
+
+
+def _places_on(module: nn.Module) -> _Places:
+    return vars(module).get(_ATTRIBUTE) or _Places()
+
+
+def _function(patched: nn.Module, forward_beneath: Any) -> Callable:
+    """The function of the method of a place, with the signature of the forward beneath it."""
+    is_own = isinstance(forward_beneath, MethodType) and forward_beneath.__self__ is patched
+    beneath: Any = forward_beneath.__func__ if is_own else forward_beneath  # the function may run a copy of the module
 
     def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
         if args and args[0] is module:
             _follow_unwrapping(module)
             args = args[1:]
-        patch = vars(module).get(_ATTRIBUTE, _Patches()).get(key)
-        if patch is None:  # code has kept the method, and the patch was taken off
+        place = _places_on(module).get(forward)
+        if place is None:  # code has kept the method, and the place was removed
             return beneath(module, *args, **kwargs) if is_own else beneath(*args, **kwargs)
         if viewed_module(module) is module:
-            return patch(*args, **kwargs)
-        # Beneath the wrapper of another library, which a later packed forward runs on a view.
-        below = beneath_patches(patch.module, patch.below)
-        of_class = type(patch.module).forward
-        return (of_class if below is None else below.__func__)(module, *args, **kwargs)
+            patches = place.patches
+            return (patches[-1] if patches else place.forward)(*args, **kwargs)
+        # Beneath the wrapper of another library, which a packed forward of a second place runs on a view.
+        return (type(place.module).forward if place.below is None else place.below.__func__)(module, *args, **kwargs)
 
-    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-    signature = inspect.signature(wrapped)
-    vars(forward)["__signature__"] = signature.replace(parameters=[own, *signature.parameters.values()])
+    signature = inspect.signature(forward_beneath)
+    parameters = {"self": inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)} | signature.parameters
+    vars(forward)["__signature__"] = signature.replace(parameters=[*parameters.values()])
     return forward
 
 
-def _removed_beneath_accelerate(module: nn.Module) -> ForwardPatch | None:
-    """The removed patch beneath accelerate's mixed precision; a new one goes beneath it, as if it had been first."""
-    removed = {p.method.__func__: p for p in vars(module).get(_ATTRIBUTE, {}).values() if p.method and not p.is_on}
+def _place_for(module: nn.Module) -> _Place:
+    """The place of a new patch: one whose method runs first, but for accelerate's mixed precision; or a new one."""
+    _follow_unwrapping(module)
+    places = _places_on(module)
     function: Any = vars(module).get("forward")
-    while removed and function not in removed:
+    while function not in places:
         if isinstance(function, MethodType):
             function = function.__func__
-        elif is_of(function, {"accelerate", "torch", "trl_padfix"}):
+        elif places and is_of(function, TRUSTED_WRAPPERS):
             function = vars(function).get("__wrapped__")
         else:
-            return None
-    return removed.get(function)
+            return _Place(module)
+    return places[function]
 
 
 def _follow_unwrapping(module: nn.Module) -> None:
     """Remove accelerate's mixed precision beneath the patches of a module that accelerate has unwrapped."""
     forward: Any = vars(module).get("forward")
-    # `unwrap_model(keep_fp32_wrapper=False)` makes a method of the method of the outermost patch.
+    # `unwrap_model(keep_fp32_wrapper=False)` makes a method of the method of the outermost place.
     if not (isinstance(forward, MethodType) and isinstance(forward.__func__, MethodType)):
         return
-    patches = vars(module).get(_ATTRIBUTE, _Patches()).values()
-    methods = [patch.method for patch in patches]
     module.forward = forward.__func__
-    for patch in patches:
-        if isinstance(patch.below, MethodType) and patch.below not in methods:
-            function: Any = patch.below.__func__
+    for place in _places_on(module).values():
+        if isinstance(place.below, MethodType):
+            function: Any = place.below.__func__
             while function is not type(module).forward and hasattr(function, "__wrapped__"):
                 function = function.__wrapped__
-            patch.below = None if function is type(module).forward else MethodType(function, module)
+            place.below = None if function is type(module).forward else MethodType(function, module)
 
 
-def _drop_removed(module: nn.Module) -> None:
-    """Take the methods of removed patches off a module, but for those that another library has wrapped."""
+def _remove_unused_places(module: nn.Module) -> None:
+    """Remove places without patches from a module, but for those whose method another library has wrapped."""
     _follow_unwrapping(module)
-    patches = vars(module).get(_ATTRIBUTE, _Patches())
-    for key, patch in [*patches.items()][::-1]:
-        above = next((other for other in patches.values() if other.below == patch.method), None)
-        if patch.is_on or (above is None and vars(module).get("forward") != patch.method):
-            continue
-        if above is not None:
-            above.below = patch.below
-        elif patch.below is None:
-            del module.forward
-        else:
-            module.forward = patch.below
-        del patches[key]
-    if _ATTRIBUTE in vars(module) and not patches:
-        delattr(module, _ATTRIBUTE)
+    places = _places_on(module)
+    for function, place in [*places.items()][::-1]:
+        if not place.patches and vars(module).get("forward") == place.method:
+            del module.forward, places[function]
+            if place.below is not None:
+                module.forward = place.below
+    if not places:
+        vars(module).pop(_ATTRIBUTE, None)
+
+
+# Kinds of patches
 
 
 class BatchPatch(ForwardPatch):
     """
     The patch of a module whose forward gets the ids or embeddings of a batch.
 
-    A call within a checkpoint of a user's is computed padded: its backward computes it again, when a hook, a setting
-    or an [`Attachment.disabled`] block may have come or gone.
+    A call within `torch.func` is computed padded, and a call within a checkpoint of a user's, too: its backward
+    computes it again, when a hook, a setting or an [`Attachment.disabled`] block may have come or gone.
     """
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        if retrieve_all_functorch_interpreters():  # within `torch.func`
-            with self.attachment.transformed():
-                return super().call(*args, **kwargs)
-        if in_checkpoint():
-            with self.attachment.checkpointed():
-                return super().call(*args, **kwargs)
-        return super().call(*args, **kwargs)
+        reason = _IN_FUNC if retrieve_all_functorch_interpreters() else _IN_CHECKPOINT if in_checkpoint() else None
+        if reason is None or not self.attachment.enabled:
+            return super().call(*args, **kwargs)
+        # A backward computes a call again that has been counted.
+        with self.attachment.disabled() if in_backward() else self.attachment.padded(reason):
+            return super().call(*args, **kwargs)
 
 
-_IN_CHECKPOINT = "a torch checkpoint around the model recomputes it in backward. Checkpoint its layers"
+_IN_FUNC = "tensors of `torch.func` (`grad`, `vmap`), from whose values no layout can be built"
+
+_IN_CHECKPOINT = "a checkpoint around it, whose backward recomputes the whole model. Checkpoint its layers instead"
+
+_SPLIT_IN_CHECKPOINT = "a torch checkpoint around the model recomputes it in backward. Checkpoint its layers"
 
 
 class RunnerPatch(ForwardPatch):
@@ -323,9 +344,9 @@ class RunnerPatch(ForwardPatch):
         runner = context().runner
         if runner is None or not self.attachment.enabled:
             return self.wrapped(*args, **kwargs)
-        call = bind(self.wrapped, args, kwargs) if args else kwargs
+        call = self.bind(args, kwargs) if args else kwargs
         with within(runner=None):  # the modules inside of this one have such a patch, too
-            if reason := _IN_CHECKPOINT if in_checkpoint() else _why_no_batch(call):
+            if reason := _SPLIT_IN_CHECKPOINT if in_checkpoint() else _why_no_batch(call):
                 runner.leave(self.module, call, reason)
                 return self.wrapped(*args, **kwargs)
             if call.get("return_dict") is not False:
@@ -345,125 +366,4 @@ def _why_no_batch(call: dict[str, Any]) -> str | None:
         )
     if mask is not None and not (isinstance(mask, torch.Tensor) and mask.shape == tokens.shape[:2]):
         return "its `attention_mask` is not of shape `(B, L)`. Pass such a mask"
-    return None
-
-
-def in_backward() -> bool:
-    """Whether a backward runs in this thread, so that a forward is a recomputation."""
-    return torch._C._current_graph_task_id() != -1
-
-
-def in_checkpoint() -> bool:
-    """Whether this thread is within a checkpoint of torch around a model, or its recomputation; not one of ours."""
-    # In torch 2.6 such calls are packed, and an error of torch says so if their backward differs.
-    return bool(checkpoint_state()[1]) and not context().own_checkpoint
-
-
-def checkpoint_state() -> tuple[bool, tuple[Any, ...]]:
-    """What a checkpoint of torch changes: whether gradients are enabled (a reentrant one), or its hooks."""
-    top_hooks = vars(vars(torch._C)["_autograd"]).get("_top_saved_tensors_default_hooks")  # torch 2.6 has none
-    hooks = (top_hooks and top_hooks(True)) or ()
-    is_checkpoint = any(hook.__module__ == checkpoint.__module__ for hook in hooks)
-    return torch.is_grad_enabled(), hooks if is_checkpoint else ()
-
-
-def beneath_patches(module: nn.Module, forward: Any) -> Any:
-    """The `forward` of a module beneath the patches of this package: another library's, or `None` for its class's."""
-    for patch in reversed(vars(module).get(_ATTRIBUTE, _Patches()).values()):
-        if forward == patch.method:
-            forward = patch.below
-    return forward
-
-
-PACKED_ATTENTION = "trl_padfix"
-"""Name of packed attention among transformers' attention and mask functions."""
-
-
-class ConfigView:
-    """A config with another name of its attention; all other attributes are read from and written to `config`."""
-
-    __slots__ = ("_attn_implementation", "_attn_implementation_internal", "padfix_config")
-
-    def __init__(self, config: PretrainedConfig, attention: str = PACKED_ATTENTION):
-        # `object.__setattr__`, because `__setattr__` below writes to the config.
-        object.__setattr__(self, "padfix_config", config)
-        object.__setattr__(self, "_attn_implementation", attention)
-        object.__setattr__(self, "_attn_implementation_internal", attention)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.padfix_config, name)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        setattr(self.padfix_config, name, value)
-
-    def __copy__(self) -> ConfigView:
-        return ConfigView(copy.copy(self.padfix_config), self._attn_implementation)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ConfigView:
-        return ConfigView(copy.deepcopy(self.padfix_config, memo), self._attn_implementation)
-
-    def get_text_config(self, *args: Any, **kwargs: Any) -> ConfigView:
-        text_config = self.padfix_config.get_text_config(*args, **kwargs)
-        return self if text_config is self.padfix_config else ConfigView(text_config, self._attn_implementation)
-
-
-@functools.cache
-def _view_class(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
-    """A subclass of `cls` whose instances have the attributes `names` in addition to their `__dict__`."""
-    # Properties of a class win over the `__dict__` of an instance, and slots are stored outside of it.
-    body: dict[str, Any] = {name: property(lambda view, name=name: view.padfix_overrides[name]) for name in names}
-    body |= {"__slots__": ("padfix_overrides", "padfix_module"), "__module__": cls.__module__}
-    view_class: Any = type(cls)(cls.__name__, (cls,), body)  # type: ignore[call-arg]
-    if "forward" in vars(view_class) and "forward" not in names:
-        # `GradientCheckpointingLayer` wraps the forward of each subclass when it is created, and only the outermost
-        # wrapper checkpoints. That must be the one of `cls`, which the view inherits.
-        del view_class.forward
-    return view_class
-
-
-def config_of(module: Any) -> Any:
-    """The config of a module, which layers and some attention modules do not have; `None` without one."""
-    return getattr(module, "config", None)
-
-
-def view_of(module: Any, overrides: dict[str, Any]) -> Any:
-    """`module` with other values for the attributes in `overrides`; it shares its state with the module."""
-    if (config := config_of(module)) is not None:
-        overrides = {"config": ConfigView(config, context().attention or PACKED_ATTENTION), **overrides}
-    cls = _view_class(type(module), tuple(overrides))
-    view = object.__new__(cls)
-    # The view has the module's own `__dict__`, not a copy: parameters, buffers and flags are the same objects. This
-    # bypasses `nn.Module.__setattr__`, which would register `padfix_module` as a child.
-    for name, value in (("__dict__", module.__dict__), ("padfix_overrides", overrides), ("padfix_module", module)):
-        object.__setattr__(view, name, value)
-    return view
-
-
-def viewed_module(module: Any) -> Any:
-    """The module of a view; the module itself if it is not a view."""
-    return module.padfix_module if hasattr(type(module), "padfix_module") else module
-
-
-def bound_to_view(module: Any, forward: Callable | None, **overrides: Any) -> Callable | None:
-    """
-    The forward of a module, bound to a view of the module with other values for the attributes in `overrides`.
-
-    `forward` is `module.__dict__["forward"]`, if there is one: another library replaced the forward. Returns `None` if
-    this replacement hides the module that it calls.
-    """
-    if isinstance(forward, functools.partial):
-        # accelerate's hooks: a partial with the module as argument. It calls the original methods, which accelerate
-        # keeps in attributes of the module (`_old_forward`): they must be bound to the view, too.
-        replaced = {k: m for k, m in vars(module).items() if isinstance(m, MethodType) and m.__self__ is module}
-        overrides |= dict.fromkeys(replaced)  # placeholders: the methods must be bound to the view, which comes first
-        view = view_of(module, overrides)
-        view.padfix_overrides.update({name: method.__func__.__get__(view) for name, method in replaced.items()})
-        if not any(a is module for a in forward.args):
-            return None
-        return functools.partial(forward.func, *(view if a is module else a for a in forward.args), **forward.keywords)
-    view = view_of(module, overrides)
-    if forward is None:
-        return type(module).forward.__get__(view)
-    if isinstance(forward, MethodType) and forward.__self__ is module:
-        return forward.__func__.__get__(view)
     return None

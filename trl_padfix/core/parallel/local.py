@@ -23,7 +23,7 @@ from ..call.calls import LocalTokens, ScoredLabels
 from ..errors import PaddingRemovalError
 from ..layout.layout import Layout
 from ..model.inspection import bind
-from ..model.patching import view_of
+from ..model.views import view_of
 from .collectives import Group, even_split
 from .layout import ContextParallelLayout
 

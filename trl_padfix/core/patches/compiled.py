@@ -35,8 +35,9 @@ from ..call.calls import LAYOUT, PackedCall, call_of, is_checkpointed, running
 from ..handle import PaddingRemoval
 from ..model.inspection import without_checkpointing
 from ..model.older import checkpoints_in_forward, register_mask_function
-from ..model.patching import ForwardPatch, config_of, patches_on
+from ..model.patching import ForwardPatch, patches_on
 from ..model.positions import PackedMask, describe_mask
+from ..model.views import config_of
 
 
 __all__ = ["CompiledLayerPatch", "compile_layers"]

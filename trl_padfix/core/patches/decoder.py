@@ -38,15 +38,15 @@ from ..call.calls import (
 from ..call.layout_of import layout_of
 from ..call.prefix_states import PrefixStates
 from ..call.prepared_masks import with_added_masks
-from ..context import context, outside_calls
+from ..context import context, in_backward, outside_calls
 from ..errors import PaddingRemovalError, UnpackableCallError
 from ..layout.layout import Layout
 from ..layout.shared_prefixes import PrefixedLayout
 from ..mixers.mixers import DIRECT, ROWS, Mixers
 from ..mixers.row_buckets import DryRun, calls_of_layers
-from ..model.inspection import bind, hands_arguments_on, parameters_of, takes_any_argument
+from ..model.inspection import hands_arguments_on, parameters_of, takes_any_argument
 from ..model.older import has_cache, older_attributes
-from ..model.patching import BatchPatch, ForwardPatch, in_backward
+from ..model.patching import BatchPatch, ForwardPatch
 from ..model.positions import Numbering
 
 
@@ -76,7 +76,7 @@ class DecoderPatch(BatchPatch):
     def call(self, *args: Any, **kwargs: Any) -> Any:
         model_call(self.module).returned.append(None)
         if context().attention:
-            call = bind(self.wrapped, args, kwargs)
+            call = self.bind(args, kwargs)
             # The caller built its masks for the attention in the config; eager attention adds them to its scores.
             if context().attention == "eager":
                 dtype = next(self.module.parameters()).dtype
@@ -89,7 +89,7 @@ class DecoderPatch(BatchPatch):
     def packed(self, *args: Any, **kwargs: Any) -> Any:
         """The output of a call: packed, or padded if there is nothing to pack, or if it cannot be packed."""
         handle, outer = self.attachment, model_call(self.module)
-        inputs = DecoderInputs.read(bind(self.wrapped, args, kwargs), handle, outer, self.is_causal)
+        inputs = DecoderInputs.read(self.bind(args, kwargs), handle, outer, self.is_causal)
         padded = PaddedPlan(self, None, partial(self.wrapped, *args, **kwargs), inputs.given_mask)
         planned: Plan = padded
         try:
@@ -360,7 +360,7 @@ class PositionPatch(ForwardPatch):
         call = call_of(self, {})
         if call is None:
             return self.wrapped(*args, **kwargs)
-        arguments, positions = bind(self.wrapped, args, kwargs), call.layout.positions
+        arguments, positions = self.bind(args, kwargs), call.layout.positions
         column = arguments.get("position_ids")  # some decoders pass columns (BioGPT)
         arguments["position_ids"] = positions if column is None else positions.view_as(column)
         return self.wrapped(**arguments)
@@ -380,7 +380,7 @@ class RopePatch(ForwardPatch):
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         call = call_of(self, {}) or rows_call(self.attachment.decoder)
-        arguments = bind(self.wrapped, args, kwargs) if call is not None else {}
+        arguments = self.bind(args, kwargs) if call is not None else {}
         positions = arguments.get("position_ids")
         if call is None or positions is None:
             return self.wrapped(*args, **kwargs)
@@ -398,7 +398,7 @@ class NumberingPatch(ForwardPatch):
         return self.call(*args, **kwargs)
 
     def packed(self, *args: Any, **kwargs: Any) -> Any:
-        call = bind(self.wrapped, args, kwargs)
+        call = self.bind(args, kwargs)
         mask: Any = call.get("attention_mask")
         has_mask = isinstance(mask, torch.Tensor) and mask.dim() == 2
         if not has_mask or has_cache(call) or call.get("position_ids") is not None:

@@ -24,7 +24,6 @@ from ..context import within
 from ..errors import UnpackableCallError
 from ..layout.layout import pack, to_device_async, unpack
 from ..model.changes import has_reader
-from ..model.inspection import bind
 from ..model.older import has_cache
 from ..model.patching import BatchPatch, ForwardPatch
 from .decoder import check_call
@@ -97,7 +96,7 @@ class LMHeadPatch(BatchPatch):
             return super().call(*args, **kwargs)
 
     def packed(self, *args: Any, **kwargs: Any) -> Any:
-        call = bind(self.wrapped, args, kwargs)
+        call = self.bind(args, kwargs)
         with cache_of_call():  # the decoder reads the same tensors again
             # A loss takes `shift_labels`, if it gets them, in place of `labels`.
             is_shifted = call.get("shift_labels") is not None
@@ -216,7 +215,7 @@ class TokenLabelsPatch(BatchPatch):
     attachment: PaddingRemoval
 
     def packed(self, *args: Any, **kwargs: Any) -> Any:
-        call = bind(self.wrapped, args, kwargs)
+        call = self.bind(args, kwargs)
         with cache_of_call():
             mask = _mask_of(self.attachment, call, "labels")
             scores_padding = mask is not None and at_padding(*on_host(call["labels"], mask))
@@ -247,7 +246,7 @@ class PoolingPatch(BatchPatch):
             with within(model=ModelCall(decoder, pools_last=True)):
                 return self.wrapped(*args, **kwargs)
         with cache_of_call():
-            is_padded = self._scores_padding(bind(self.wrapped, args, kwargs))
+            is_padded = self._scores_padding(self.bind(args, kwargs))
             with self.attachment.disabled() if is_padded else nullcontext():
                 return self.wrapped(*args, **kwargs)
 

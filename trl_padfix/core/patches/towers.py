@@ -20,7 +20,7 @@ from ..call.arguments import padded_output
 from ..call.calls import model_call
 from ..call.layout_of import tensors_in
 from ..context import within
-from ..model.inspection import bind, parameters_of, takes_any_argument
+from ..model.inspection import takes, takes_any_argument
 from ..model.older import has_cache
 from ..model.patching import BatchPatch, ForwardPatch
 
@@ -45,8 +45,8 @@ class MultimodalPatch(BatchPatch):
     attachment: PaddingRemoval
 
     def packed(self, *args: Any, **kwargs: Any) -> Any:
-        call = bind(self.wrapped, args, kwargs)
-        takes_use_cache = "use_cache" in parameters_of(self.wrapped) or takes_any_argument(self.module)
+        call = self.bind(args, kwargs)
+        takes_use_cache = takes(self.module, "use_cache") or takes_any_argument(self.module)
         if takes_use_cache and call.get("use_cache") is None and not has_cache(call):
             call["use_cache"] = False
         outer = model_call(self.attachment.decoder)
