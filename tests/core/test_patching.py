@@ -6,6 +6,7 @@ import copy
 import functools
 import inspect
 from contextlib import nullcontext
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -156,6 +157,27 @@ def test_a_wrapper_that_copies_our_attributes_may_get_another_patch_on_top():
         assert [*inspect.signature(model.forward).parameters] == parameters
         call(model)
         assert handle.stats.forwards == 1
+
+
+def test_a_method_around_ours_runs_on_the_view_of_a_second_attachment():
+    model, modules = build("qwen2"), []
+    expected, attention = call(model), model.model.layers[0].self_attn
+    with remove_padding(model):
+        method = attention.forward
+
+        def around(module: Any, *args: Any, **kwargs: Any) -> Any:
+            modules.append(module)
+            return method.__func__(module, *args, **kwargs)
+
+        attention.forward = MethodType(around, attention)
+    with remove_padding(model) as handle:
+        found = call(model)
+        assert handle.stats.packed_tokens == MASK.sum()
+    limit = tolerance(expected.abs().max().item(), terms=64, depth=24)
+    assert (found - expected)[MASK.bool()].abs().max() <= limit
+    assert [views.viewed_module(module) for module in modules] == [attention]
+    assert modules != [attention]
+    assert torch.equal(call(model), expected)
 
 
 def test_a_patch_that_comes_later_runs_within_mixed_precision_once():
