@@ -113,13 +113,12 @@ class hook:  # noqa: N801
     def __init__(self, method: Callable[..., Any]):
         self.method = method
 
-    def __set_name__(self, owner: type, name: str) -> None:
-        method = self.method
-
-        @wraps(method)
+    def __set_name__(self, owner: type, name: str) -> None:  # a function would not get the class for `super`
+        @wraps(self.method)
         def passing(trainer: Any, *args: Any, **kwargs: Any) -> Any:
-            run = method.__get__(trainer) if trainer.padding.parts else getattr(super(owner, trainer), name)
-            return run(*args, **kwargs)
+            if trainer.padding.parts:
+                return self.method(trainer, *args, **kwargs)
+            return getattr(super(owner, trainer), name)(*args, **kwargs)
 
         setattr(owner, name, passing)
 
@@ -170,17 +169,15 @@ class PaddingFreeMixin:
                 if isinstance(config, PackingConfig):
                     config.is_read = True
                 check_arguments(config, padding.settings, padding.task, init_kwargs)
-                padding.parts = tuple(part(self) for part in self.part_classes)
-                padding.budget = next(part for part in padding.parts if isinstance(part, TokenBudget))
-            else:
-                if config is not None and not (isinstance(config, PackingConfig) or self.fixed_settings):
-                    logger.warning_once(
-                        f"`args` is a `{type(config).__module__.partition('.')[0]}.{type(config).__name__}`, so "
-                        "TRL's code computes every step. To remove padding, import the configuration from trl_padfix, "
-                        "too, and set `padding_free=True`."
-                    )
-                if PaddingSide in self.part_classes:
-                    padding.parts = (PaddingSide(self),)
+            elif config is not None and not (isinstance(config, PackingConfig) or self.fixed_settings):
+                logger.warning_once(
+                    f"`args` is a `{type(config).__module__.partition('.')[0]}.{type(config).__name__}`, so "
+                    "TRL's code computes every step. To remove padding, import the configuration from trl_padfix, "
+                    "too, and set `padding_free=True`."
+                )
+            parts = (part for part in self.part_classes if padding.settings.are_set or part is PaddingSide)
+            padding.parts = tuple(part(self) for part in parts)
+            padding.budget = next((part for part in padding.parts if isinstance(part, TokenBudget)), None)
             try:
                 for part in padding.parts:
                     part.check(config, init_kwargs)
