@@ -11,6 +11,7 @@ import torch
 import transformers
 from kit.observe import CACHE
 from kit.tolerance import assert_close
+from peft import PromptTuningConfig, get_peft_model
 from zoo.families import build as build_family
 from zoo.model_numbers import (
     DISTINCT,
@@ -153,6 +154,19 @@ def test_inference_mode_gives_the_same_numbers():
             assert torch.equal(model(*inside).logits, expected)
             assert torch.equal(model(ids, mask).logits, expected)
     assert handle.stats.packed_tokens == 3 * DISTINCT
+
+
+def test_behind_virtual_tokens_a_call_with_a_fraction_for_each_token_is_computed_padded():
+    """With `prefix_sharing` its numbers are compared before the call is refused."""
+    ids, mask = batch("right")
+    model = get_peft_model(build("qwen2"), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+    given = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
+    given["loss_weights"] = torch.ones(len(ids), ids.shape[1] + 2)
+    with torch.no_grad():
+        expected = model(**given).logits
+        with remove_padding(model, prefix_sharing=True) as handle:
+            assert torch.equal(model(**given).logits, expected)
+    assert handle.stats.padded_forwards == 1
 
 
 @pytest.mark.parametrize("name", ["shift_labels", "loss_weights"])

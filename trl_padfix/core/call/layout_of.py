@@ -284,7 +284,7 @@ def _content(values: torch.Tensor) -> torch.Tensor:
     """64-bit hash of the values of each token, `(B, L, ...)` to `(B, L)`; about 1 in 2**64 pairs collides."""
     # The bits of the values as integers of the same size: -0.0 and 0.0 differ, and NaN equals itself.
     bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
-    bits_BLH = values.detach().contiguous().view(bits).flatten(2)
+    bits_BLH = values.detach().contiguous().view(bits).reshape(*values.shape[:2], -1)  # one value is a row of one
     # Sum of the values times odd random factors, modulo 2**64; int64 wraps. An odd factor loses no bits. With a fixed
     # seed the hash is the same on all processes.
     generator = torch.Generator().manual_seed(0)
