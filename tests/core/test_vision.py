@@ -209,6 +209,7 @@ class Model:
         self.tower = Tower()
         self.decoder = nn.Linear(1, 1)
         self.patch = TowerPatch(self.tower, PaddingRemoval(Anatomy(self.decoder, self.decoder)))
+        self.patch.put_on()
 
     def call(self, *images: torch.Tensor) -> list[torch.Tensor]:
         with torch.no_grad(), within(model=ModelCall(self.decoder)):
