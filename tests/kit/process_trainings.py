@@ -6,7 +6,7 @@ import tempfile
 from typing import Any
 
 import trl
-from kit.budget_runs import make_on_images
+from kit.budget_runs import build_branching, make_on_images
 from kit.methods import ONLINE, make_trainer
 from kit.online_runs import load_policy
 from kit.trainer_runs import lora
@@ -23,17 +23,38 @@ TRAININGS: dict[str, tuple[str, dict[str, Any]]] = {
     "GRPO, a group on both processes": ("GRPO", {"num_generations": 8, "per_device_train_batch_size": 4}),
     "DPO, balanced experts": ("DPO", EXPERTS | {"router_aux_loss_coef": 1.0}),
     "DPO, images": ("DPO", {"family": "llava"}),
+    "DPO, a hook on one process": ("DPO", {}),
+    "SFT, fewer rows on one process": ("SFT", {"train_dataset": lambda: build_branching("SFT", prompts=2)}),
 }
+
+
+def add_hooks(trainer: Any) -> None:
+    """Watch gradients on one process, as wandb does."""
+    for parameter in trainer.model.parameters() if trainer.accelerator.is_main_process else ():
+        parameter.register_hook(lambda gradient: None)
+
+
+def drop_rows(trainer: Any) -> None:
+    """Collate fewer rows on one process."""
+    collate = trainer.data_collator
+    if not trainer.accelerator.is_main_process:
+        trainer.data_collator = lambda rows: collate(rows[:3])
+
+
+CHANGES = {"DPO, a hook on one process": add_hooks, "SFT, fewer rows on one process": drop_rows}
 SPLIT = {"padding_free": True, "prefix_sharing": True, "max_tokens_per_batch": 64}
 
 
-def train(library: Any, kind: str, folder: str, given: dict[str, Any]) -> dict[str, list[float]]:
+def train(library: Any, name: str, folder: str, **of_mode: Any) -> dict[str, list[float]]:
     """Loss, gradient norm, and (of ours) the shared fraction of three steps."""
+    kind, given = TRAININGS[name]
+    given = given | of_mode
     given = {name: value() if callable(value) else value for name, value in given.items()}
     given |= {"model": load_policy(f"{folder}/policy")} if kind in ONLINE else {}
     set_seed(0)
     make = make_on_images if "family" in given else make_trainer
     trainer = make(library, kind, folder=tempfile.mkdtemp(), max_steps=3, **given)
+    CHANGES.get(name, lambda trainer: None)(trainer)
     set_seed(1)  # of the completions
     trainer.train()
     logs = [log for log in trainer.state.log_history if "loss" in log]
@@ -42,7 +63,4 @@ def train(library: Any, kind: str, folder: str, given: dict[str, Any]) -> dict[s
 
 def main(folder: str) -> dict[str, Any]:
     """By training: TRL's figures, and ours."""
-    return {
-        name: [train(trl, kind, folder, given), train(trl_padfix, kind, folder, given | SPLIT)]
-        for name, (kind, given) in TRAININGS.items()
-    }
+    return {name: [train(trl, name, folder), train(trl_padfix, name, folder, **SPLIT)] for name in TRAININGS}

@@ -22,7 +22,7 @@ from torch.utils.data import Sampler
 
 from ...core.anatomy import find_pretrained
 from ..checks.user_code import custom_batch_name, is_custom_collator
-from ..distributed import data_replicas, trains_on_images
+from ..distributed import data_replicas, max_over_processes, trains_on_images
 from ..parts.part import Part
 from .bin_packing import RowCosts, dataset_costs, partition_equal_rows
 
@@ -152,8 +152,7 @@ class RowOrder(Part):
         sampler = loader.batch_sampler
         while isinstance(sampler, BatchSamplerShard | SkipBatchSampler):
             sampler = sampler.batch_sampler
-        permuted = _PermutedSampler(sampler.sampler, self.costs(dataset), batches, is_grouped)
-        loader.set_sampler(permuted)
+        loader.set_sampler(_PermutedSampler(sampler.sampler, self.costs(dataset), batches, is_grouped))
         return loader
 
     def around_training_step(self) -> AbstractContextManager[Any]:
@@ -169,7 +168,7 @@ class RowOrder(Part):
         """Whether rows may move to another process: their weight does not depend on other rows of the batch."""
         trainer, task = self.trainer, self.trainer.padding.task
         columns = {name for names in task.sequences for name in names}
-        return (
+        balances = (
             self.settings.padding_free
             and batches.processes > 1
             and bool(columns)
@@ -179,6 +178,8 @@ class RowOrder(Part):
             and not task.balances_experts()
             and custom_batch_name(trainer) is None
         )
+        # All processes draw rows in one order, and a hook or a collator may be on one of them only.
+        return not max_over_processes(trainer, int(not balances)) if trainer.is_in_train else balances
 
     def _batches(self) -> Batches:
         args, trainer = self.trainer.args, self.trainer

@@ -261,12 +261,15 @@ class TokenBudget(Part):
             return compute(inputs, *args, **kwargs)
         call = inspect.signature(Trainer.compute_loss).bind(trainer, model, inputs, *args, **kwargs).arguments
         num_items = call.get("num_items_in_batch")
-        if call.get("return_outputs") or not self._is_sum_over_rows(inputs, num_items):
+        is_for_backward = self._is_in_step and torch.is_grad_enabled() and trainer.model.training
+        if call.get("return_outputs") or not is_for_backward:
             return compute(inputs, *args, **kwargs)
-        parts, has_others = self._parts_of(inputs), trainer.accelerator.num_processes > 1
-        if has_others and max_over_processes(trainer, int(parts is None)):  # all processes must agree
-            parts = None
-        if parts is None:
+        is_sum, has_others = self._is_sum_over_rows(inputs, num_items), trainer.accelerator.num_processes > 1
+        # All processes must agree; a hook may be on one of them only. `_parts_of` gathers where they meet.
+        if self._matches:
+            is_sum = not max_over_processes(trainer, int(not is_sum))
+        parts = self._parts_of(inputs) if is_sum else None
+        if max_over_processes(trainer, int(parts is None)) or parts is None:
             return compute(inputs, *args, **kwargs)
         if len(parts.rows) == 1 and not has_others:
             # It fits, so its forwards need no plan of their own. KTO's KL term has other rows.
@@ -317,15 +320,12 @@ class TokenBudget(Part):
         return forward["input_ids"], forward.get("attention_mask")
 
     def _is_sum_over_rows(self, inputs: Any, num_items: Any) -> bool:
-        """Whether Trainer computes the loss of a batch for a backward, and the loss is a sum over rows."""
-        trainer, task = self.trainer, self.trainer.padding.task
-        if not (self._is_in_step and torch.is_grad_enabled() and trainer.model.training):
-            return False
+        """Whether the loss of a batch is a sum over rows, with known weights."""
+        task = self.trainer.padding.task
         if self.why_all_rows() is not None or self._leaves_whole():
             return False
-        if not any("input_ids" in batch for batch in task.padded_batches(inputs)):
-            return False
-        return task.chunk_weight(inputs, inputs, num_items) is not None
+        has_ids = any("input_ids" in batch for batch in task.padded_batches(inputs))
+        return has_ids and task.chunk_weight(inputs, inputs, num_items) is not None
 
     def _backward(self, compute: Callable[[], torch.Tensor], model: torch.nn.Module, num_items: Any) -> torch.Tensor:
         """

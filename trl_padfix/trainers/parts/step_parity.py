@@ -144,18 +144,18 @@ def check_step(trainer: PaddingFreeTrainer, step: Step, *, gradients: bool) -> S
     if pools or splitting_parallelism(trainer.accelerator, "tp_size", "cp_size", "sp_size"):
         return None
     batches = _few_items(trainer, step.inputs)
-    # Losses gather metrics and sharded models gather parameters: all processes compute equally many forwards.
+    # Sharded models gather parameters: all processes compute equally many forwards, on equally many rows.
     most, fewest = max_over_processes(trainer, len(batches)), -max_over_processes(trainer, -len(batches))
     if fewest == 0 or (most > fewest and is_sharded(trainer)):
         return None
     # A backward would run the hooks of FSDP and DeepSpeed, and hooks in which an optimizer steps. DDP with a static
     # graph records the first ones.
     meets = trainer.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
-    gradients = gradients and not meets and not has_static_graph(trainer)
-    gradients = gradients and not any(p._post_accumulate_grad_hooks for p in trainer.model.parameters())
+    has_hook = any(p._post_accumulate_grad_hooks for p in trainer.model.parameters())  # on any process
+    gradients &= not (meets or has_static_graph(trainer) or max_over_processes(trainer, int(has_hook)))
     modules = [m for value in vars(trainer).values() if isinstance(value, nn.Module) for m in value.modules()]
     with without_noise(modules):
-        report = _Comparison(trainer, step, gradients).report(*batches)
+        report = _Comparison(trainer, step, gradients).report(most == fewest, *batches)
     for model in models_of(trainer) if meets else []:
         reset_gather_order(find_pretrained(model), step.batches[0]["input_ids"])
         reshard_parameters(model)
@@ -194,9 +194,13 @@ class _Comparison:
         # Of its own: the random numbers of a user's loss are the same in all steps.
         self.draw = torch.Generator().manual_seed(0)
 
-    def report(self, batch: dict[str, Any], *items: dict[str, Any]) -> StepReport | None:
-        """Compare the steps on `batch`; `items` are the batches of its rows (pairs)."""
-        weights = self._weights(batch, items)
+    def report(self, is_even: bool, batch: dict[str, Any], *items: dict[str, Any]) -> StepReport | None:
+        """
+        Compare the steps on `batch`.
+
+        `items` are the batches of its rows (pairs); `is_even`: whether all processes have equally many.
+        """
+        weights = self._weights(is_even, batch, items)
         compared = counted(len(items), self.trainer.padding.task.item)
         reference = _Values(math.nan, None)
         try:
@@ -270,18 +274,22 @@ class _Comparison:
                 others.append(self._padded(batch))
         return others
 
-    def _weights(self, batch: dict[str, Any], items: tuple[dict[str, Any], ...]) -> list[float] | None:
-        """The weights of the items in the loss of `batch` in training; `None` if it may not be a sum over them."""
+    def _weights(self, is_even: bool, batch: dict[str, Any], items: tuple[dict[str, Any], ...]) -> list[float] | None:
+        """
+        The weights of the items in the loss of `batch` in training; `None` if it may not be a sum over them, on any
+        process.
+        """
         padding = self.trainer.padding
         # A rotary embedding that depends on the longest row of a forward; virtual tokens with padding after them.
         anatomies = [handle.anatomy for handle in padding.handles]
         depends_on_rows = any(a.length_dependent_ropes or a.has_virtual_tokens for a in anatomies)
         needs_all = type(padding.task).around_chunks is not Task.around_chunks  # KTO's KL term needs all rows
         reason = padding.budget.why_all_rows() or gradient_hook_name(self.trainer)
-        if self.step.mode == "eval" or depends_on_rows or needs_all or reason is not None:
-            return None
-        weights = [padding.task.chunk_weight(item, batch, self.num_items) for item in items]
-        return None if any(weight is None for weight in weights) else [float(weight) for weight in weights]
+        is_sum = not (self.step.mode == "eval" or depends_on_rows or needs_all or reason is not None)
+        weights = [padding.task.chunk_weight(item, batch, self.num_items) for item in items] if is_sum else [None]
+        # Losses gather metrics, so processes compute equally many steps; a hook may be on one of them only.
+        is_sum = is_even and all(weight is not None for weight in weights)
+        return None if self._on_any_process(not is_sum) else [float(weight) for weight in weights]
 
     def _alone(self, items: tuple[dict[str, Any], ...], weights: list[float]) -> _Values:
         """The weighted sum of the steps of each item by itself."""
