@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from trl_padfix.core.layout.shared_prefixes import KV_MEMORY_FRACTION
 from trl_padfix.trainers.batching.bin_packing import (
     RowCosts,
+    RowSplitter,
     dataset_costs,
     pack_rows,
     partition_equal_rows,
@@ -146,3 +147,12 @@ def test_rows_of_one_long_prefix_need_fewer_parts_than_where_each_holds_it():
     for tokens, shared, found in (([880, 780, 780], 300, [[1, 2], [0]]), ([920, 880, 1220], 700, [[0, 2], [1]])):
         costs = prefix_costs(np.array(tokens), np.array(tokens), np.arange(3), np.array([0, shared, shared]))
         assert pack_rows(costs, 1000, across=True) == found  # the smaller part last
+
+
+def test_processes_have_equally_many_parts_also_if_one_has_fewer_rows_than_another_has_parts():
+    def split(rows: int, fewest: int) -> list[list[int]]:
+        splitter = RowSplitter(100, sharing=False, sync_count=lambda count: 5 if count > 0 else -fewest)
+        return splitter.pack(text_costs([90] * rows))
+
+    assert sorted(split(5, fewest=5)) == [[0], [1], [2], [3], [4]]
+    assert [split(5, fewest=2), split(2, fewest=2)] == [[[0, 1, 2, 3, 4]], [[0, 1]]]

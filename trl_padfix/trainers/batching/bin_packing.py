@@ -388,7 +388,8 @@ class RowSplitter:
         shares_across (`bool`):
             Whether prefixes that several parts share are computed once instead of by each part.
         sync_count (`Callable[[int], int]`, *optional*):
-            Takes the number of parts that this process needs, and returns the number that all processes must have.
+            Takes a number of this process, and returns the largest one of all processes. These need equally many
+            parts.
         gather (`Callable`, *optional*):
             Joins lists of all processes, which then plan shared prefixes together.
         meets_in_tower (`bool`):
@@ -461,6 +462,7 @@ class RowSplitter:
                 "and needs memory for its length. Raise the budget, or shorten the rows. (Shown once.)"
             )
         parts = pack_rows(costs, self.budget, self.shares_across)
-        count = len(parts) if self.sync_count is None else self.sync_count(len(parts))
-        # Processes have equally many rows, so each has enough of them for `count` parts.
-        return halve_largest(parts, count)
+        sync_count = self.sync_count or (lambda count: count)
+        count, fewest = sync_count(len(parts)), -sync_count(-len(costs))
+        # If a process has fewer rows than parts (a collator dropped some), all compute their batch in one part.
+        return halve_largest(parts, count) if count <= fewest else [list(range(len(costs)))]
