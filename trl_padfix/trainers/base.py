@@ -306,7 +306,7 @@ class PaddingFreeMixin:
             self._follow_models()
         mode = "train" if self.model.training else "eval"
         number = self.state.global_step + (mode == "train")
-        step = Step(model, inputs, mode, number, padding.task.padded_batches, arguments or {})
+        step = Step(model, inputs, mode, number, padding.task, arguments or {})
         for part in padding.in_steps:
             if is_outer:
                 step = part.begin_step(step)

@@ -8,7 +8,7 @@ ordered tuple of parts, and calls each hook below for one part after the other.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -50,7 +50,7 @@ class Step:
         inputs (`dict`): The batch.
         mode (`str`): `"train"` or `"eval"`.
         number (`int`): The optimizer step; in training the first one is 1.
-        padded_batches (`Callable`): `Task.padded_batches`.
+        task ([`Task`]): Describes the rows of the batch.
         arguments (`dict`): The other arguments of `compute_loss` by name.
         why_padded (`str`, *optional*): Why its forwards run padded ("The call has ...").
         has_rows (`bool`): Whether any row of the batch counts; otherwise all rows repeat rows of other processes.
@@ -61,7 +61,7 @@ class Step:
     inputs: dict[str, Any]
     mode: str
     number: int
-    padded_batches: Callable[[dict[str, Any]], list[dict[str, torch.Tensor]]]
+    task: Task
     arguments: dict[str, Any] = field(default_factory=dict)
     why_padded: str | None = None
     has_rows: bool = True
@@ -79,7 +79,7 @@ class Step:
     @cached_property
     def batches(self) -> list[dict[str, torch.Tensor]]:
         """Ids and mask of each forward of the policy."""
-        return self.padded_batches(self.inputs)
+        return self.task.padded_batches(self.inputs)
 
 
 @dataclass
