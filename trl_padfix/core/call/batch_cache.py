@@ -141,9 +141,8 @@ def cached_layout(
     for other_key, versions, layout in cache.layouts if cache is not None else ():
         if other_key == key and all(v.matches(x) for v, x in zip(versions, tensors, strict=True)):
             return layout
-    versions = [] if cache is None else [TensorVersion.of(x) for x in tensors]
     with torch.inference_mode(False):  # a later forward with gradients cannot use inference tensors
         layout = build(*on_host(*tensors)).to(device)
     if cache is not None:
-        cache.layouts.append((key, versions, layout))
+        cache.layouts.append((key, [TensorVersion.of(x) for x in tensors], layout))
     return layout

@@ -64,8 +64,7 @@ class RowCosts:
     def __getitem__(self, rows: Any) -> RowCosts:
         """The costs of some rows; a row may be named more than once."""
         rows = np.arange(len(self))[rows]
-        rank = np.empty(len(self), dtype=np.int64)
-        rank[self.order] = np.arange(len(self))  # inverse permutation
+        rank = self.order.argsort()  # inverse permutation
         order = np.argsort(rank[rows], kind="stable")
         return RowCosts(self.tokens[rows], order, self._shared_in_subset(rank[rows[order]]))
 
