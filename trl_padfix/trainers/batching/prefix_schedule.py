@@ -11,10 +11,11 @@ together with its own graph. Each model (policy, reference) has a schedule of it
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -34,8 +35,8 @@ from ..messages import say
 
 
 __all__ = [
-    "ChunkRunner", "PrefixSchedule", "run_prefix_forward", "shares_across_parts", "sharing_obstacle",
-    "with_prefix_states",
+    "ChunkRunner", "PrefixSchedule", "can_read_prefixes", "run_prefix_forward", "shares_across_parts",
+    "sharing_obstacle", "with_prefix_states",
 ]  # fmt: skip
 
 RunPrefix = Callable[[PrefixedLayout, list[ForwardStates]], ForwardStates]
@@ -56,9 +57,9 @@ class PrefixSchedule:
 
     def __init__(self, plan: PrefixPlan, detaches: bool):
         self.plan, self.detaches, self.index = plan, detaches, -1
-        self.states: dict[int, ForwardStates] = {}  # leaves, if it detaches
-        self.graph_states: dict[int, ForwardStates] = {}  # the originals of the leaves, if it detaches
-        self._rng_states: dict[int, Any] = {}
+        self.states: dict[int, ForwardStates] = {}  # as parts read them: leaves, if it detaches
+        self.graph_states: dict[int, ForwardStates] = {}  # if it detaches: the originals of the leaves
+        self._rng_states: dict[int, Any] = {}  # of prefixes that will be recomputed
 
     def next_part(self, run: RunPrefix) -> PrefixedLayout:
         """
@@ -66,53 +67,62 @@ class PrefixSchedule:
         states. The states of prefixes that no later part needs are freed.
         """
         self.index += 1
-        ending: list[int] = []
         for n, prefix in self.plan.prefixes.items():
             if prefix.last_user < self.index:
                 self.graph_states.pop(n, None)
                 self.states.pop(n, None)
             if prefix.first_user == self.index:
-                is_kept = torch.is_grad_enabled() and not (self.detaches and prefix.recompute)
-                self._run_prefix(n, run, with_graph=is_kept)
-            if prefix.last_user == self.index and self.detaches:
-                ending.append(n)
-                if prefix.recompute:
-                    self._run_prefix(n, run, with_graph=True)
+                self._run_first(n, run)
+            if prefix.last_user == self.index and prefix.recompute and self.detaches:
+                self._run_again(n, run)
         layout = self.plan.layouts[self.index]
         states = [self._states_for(n, self.index) for n in layout.prefixes]
-        return replace(layout, prefix_states=PrefixStates(states, None, self._pending_backward(ending)))
+        return replace(layout, prefix_states=PrefixStates(states, None, self._pending_backward()))
 
-    def _pending_backward(self, prefixes: Iterable[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """States of prefixes with a graph, each with the leaf that accumulated its gradients."""
-        return [
-            (states, leaf)
-            for n in prefixes
-            for name, tensors in self.graph_states[n].items()
-            for states, leaf in zip(tensors, self.states[n][name], strict=True)
-            if states.requires_grad
-        ]
+    def _run_first(self, n: int, run: RunPrefix) -> None:
+        if not self.detaches:
+            self.states[n] = self._run_prefix(n, run)
+            return
+        if (prefix := self.plan.prefixes[n]).recompute:
+            # `real_index` names the device.
+            self._rng_states[n] = torch.get_rng_state(), get_device_states(prefix.layouts[self.index].real_index)
+            with torch.no_grad():
+                states = self._run_prefix(n, run)
+        else:
+            states = self.graph_states[n] = self._run_prefix(n, run)
+        self.states[n] = states.map(detached_leaf)
 
-    def _run_prefix(self, n: int, run: RunPrefix, with_graph: bool) -> None:
+    def _run_again(self, n: int, run: RunPrefix) -> None:
+        """Compute a prefix with its graph, which the first forward did not keep, and with the dropout of the first."""
+        on_host, on_device = self._rng_states.pop(n)
+        with torch.random.fork_rng(devices=on_device[0]):
+            torch.set_rng_state(on_host)
+            set_device_states(*on_device)
+            self.graph_states[n] = self._run_prefix(n, run)
+
+    def _run_prefix(self, n: int, run: RunPrefix) -> ForwardStates:
         prefix = self.plan.prefixes[n]
         layout = prefix.layouts[self.index]
-        reads = [self._states_for(m, prefix.last_user) for m in layout.prefixes]
-        is_first = n not in self.states
-        if is_first and prefix.recompute and self.detaches:
-            # Dropout of the recomputed prefix must equal the dropout of the first forward. `real_index` names the
-            # device.
-            self._rng_states[n] = torch.get_rng_state(), get_device_states(layout.real_index)
-        rng = contextlib.nullcontext() if is_first else _with_rng_state(*self._rng_states.pop(n))
-        with rng, torch.set_grad_enabled(with_graph):
-            states = run(layout, reads)
-        if with_graph and self.detaches:
-            self.graph_states[n] = states
-        if is_first:
-            self.states[n] = states.map(detached_leaf) if self.detaches else states
+        return run(layout, [self._states_for(m, prefix.last_user) for m in layout.prefixes])
 
     def _states_for(self, n: int, end: int) -> ForwardStates:
         """States of a prefix, for a forward whose backward runs together with the backward of part `end`."""
         with_graph = n in self.graph_states and self.plan.prefixes[n].last_user == end
         return self.graph_states[n] if with_graph else self.states[n]
+
+    def _pending_backward(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """
+        States whose last user is the running part, each with the leaf that has accumulated its gradients: the backward
+        of the part continues through the graph of these states.
+        """
+        return [
+            (states, leaf)
+            for n, prefix in self.plan.prefixes.items()
+            if prefix.last_user == self.index
+            for name, tensors in self.graph_states.get(n, {}).items()
+            for states, leaf in zip(tensors, self.states[n][name], strict=True)
+            if states.requires_grad
+        ]
 
 
 class ChunkRunner:
@@ -132,13 +142,11 @@ class ChunkRunner:
     def __init__(self, count: int, plan: PrefixPlan | None = None, with_head: bool = False):
         self.count, self.plan, self.with_head = count, plan, with_head
         self.index, self.inputs = 0, BatchVersion.of(torch.empty(0), None)
-        self.schedules: dict[Any, PrefixSchedule] = {}
-        self.calls: Counter[Any] = Counter()
+        self.schedules: defaultdict[Any, list[PrefixSchedule]] = defaultdict(list)
 
     def start(self, index: int, ids: torch.Tensor, mask: torch.Tensor | None) -> None:
         """Set the running chunk, with its ids and mask."""
         self.index = index
-        self.calls.clear()
         self.set_inputs(ids, mask)
 
     def set_inputs(self, ids: torch.Tensor, mask: torch.Tensor | None) -> None:
@@ -168,34 +176,28 @@ class ChunkRunner:
         In each chunk the first call of a model, with or without gradients, belongs to one schedule, the second call to
         another one.
         """
-        # The plan compared ids only, but positions distinguish tokens, too.
-        if self.plan is None or call.get("position_ids") is not None or not packs_now(model):
+        is_chunk = self.inputs.matches(call.get("input_ids"), call.get("attention_mask"))
+        if self.plan is None or not is_chunk or not can_read_prefixes(model, call):
             return None
-        if not self.inputs.matches(call.get("input_ids"), call.get("attention_mask")):
-            return None
-        kind = model, torch.is_grad_enabled()
-        key = id(model), torch.is_grad_enabled(), self.calls[kind]
+        schedules = self.schedules[model, torch.is_grad_enabled()]
         if self.index == 0:
-            self.schedules[key] = PrefixSchedule(self.plan, detaches=torch.is_grad_enabled())
-        if (schedule := self.schedules.get(key)) is None:
+            schedules.append(PrefixSchedule(self.plan, detaches=torch.is_grad_enabled()))
+        schedule = next((schedule for schedule in schedules if schedule.index < self.index), None)
+        if schedule is None:
             return None
-        self.calls[kind] += 1
         if schedule.index != self.index - 1:
             raise _missing_chunk()
-
-        def run_prefix(prefix: PrefixedLayout, reads: list[ForwardStates]) -> ForwardStates:
-            if self.with_head:  # the whole model, because it must call its head
-                return run_prefix_forward(forward, call, prefix, reads, logits_to_keep=1)
-            return run_prefix_forward(find_decoder(model), call, prefix, reads)
-
-        return schedule.next_part(run_prefix)
+        # With a head the whole model, which must call it.
+        head_arguments = {"logits_to_keep": 1} if self.with_head else {}
+        of_prefix = forward if self.with_head else find_decoder(model)
+        return schedule.next_part(partial(run_prefix_forward, of_prefix, call, **head_arguments))
 
     def check(self) -> None:
         """
         Raises:
             PaddingRemovalError: If a schedule did not reach its last chunk, so that gradients are missing.
         """
-        if any(schedule.index != self.count - 1 for schedule in self.schedules.values()):
+        if any(schedule.index != self.count - 1 for schedule in chain(*self.schedules.values())):
             raise _missing_chunk()
 
 
@@ -207,13 +209,10 @@ def _missing_chunk() -> PaddingRemovalError:
     )
 
 
-@contextlib.contextmanager
-def _with_rng_state(on_host: torch.Tensor, on_device: tuple[list[int], list[torch.Tensor]]) -> Iterator[None]:
-    """A block with these states of the random number generators; the current ones are restored at its end."""
-    with torch.random.fork_rng(devices=on_device[0]):
-        torch.set_rng_state(on_host)
-        set_device_states(*on_device)
-        yield
+def can_read_prefixes(model: torch.nn.Module, call: dict[str, Any]) -> bool:
+    """Whether a call of a model can read prefix states: it is packed, and its ids identify its tokens."""
+    # A plan compares ids only, but positions distinguish tokens, too.
+    return call.get("position_ids") is None and packs_now(model)
 
 
 def run_prefix_forward(
@@ -244,9 +243,8 @@ def run_prefix_forward(
     """
     ids, mask = call["input_ids"], call["attention_mask"]
     outputs = {k: v for k, v in call.items() if k in ("output_router_logits", "output_hidden_states")}
-    assert layout.new is not None
     records = ForwardStates()
-    records.tokens, records.fork_tokens = layout.new.packed_tokens, layout.fork_tokens
+    records.tokens, records.fork_tokens = layout.computed_tokens, layout.fork_tokens
     # The decoder may have a runner patch, and checkpointing recomputes this forward in a backward: so no runner here.
     planned = PlannedLayout(BatchVersion.of(ids, mask), replace(layout, prefix_states=PrefixStates(reads, records)))
     with within(model=None, runner=None, planned=planned):
@@ -268,11 +266,10 @@ def shares_across_parts(handles: Sequence[PaddingRemoval], args: Any, is_sharded
     """Whether the models share prefixes across the parts of a batch; says why, once, if they cannot."""
     if not handles or not all(handle.prefix_sharing for handle in handles):
         return False
-    obstacles = (sharing_obstacle(handle, args, is_sharded) for handle in handles)
-    if reason := next(filter(None, obstacles), None):
+    reason = next(filter(None, (sharing_obstacle(handle, args, is_sharded) for handle in handles)), None)
+    if reason is not None and args.should_log:
         said = f"Each sub-batch recomputes the prefixes that it shares with other sub-batches: {reason}."
-        if args.should_log:
-            handles[0].say_once(said, tell=say)
+        handles[0].say_once(said, tell=say)
     return reason is None
 
 
@@ -300,10 +297,8 @@ def sharing_obstacle(handle: PaddingRemoval, args: Any, is_sharded: bool) -> str
     checkpointed = (m for m in map(vars, handle.decoder.modules()) if m.get("gradient_checkpointing"))
     functions = filter(None, (m.get("_gradient_checkpointing_func") for m in checkpointed))
     is_reentrant = [not isinstance(f, partial) or f.keywords.get("use_reentrant", True) for f in functions]
-    for name in ("activation_checkpointing", "gradient_checkpointing"):  # the newer name, and the older one
-        if (is_on := vars(args).get(name)) is not None:
-            is_reentrant.append(is_on and (vars(args).get(f"{name}_kwargs") or {}).get("use_reentrant"))
-            break
-    if any(is_reentrant):
-        return "reentrant gradient checkpointing keeps no graph of keys and values (set `use_reentrant=False`)"
-    return None
+    names = ("activation_checkpointing", "gradient_checkpointing")  # the newer name, and the older one
+    name = next((name for name in names if vars(args).get(name) is not None), "gradient_checkpointing")
+    is_reentrant.append(vars(args).get(name) and (vars(args).get(f"{name}_kwargs") or {}).get("use_reentrant"))
+    reason = "reentrant gradient checkpointing keeps no graph of keys and values (set `use_reentrant=False`)"
+    return reason if any(is_reentrant) else None
