@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from copy import copy
 from functools import partial
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 import transformers
 import trl
+from accelerate import PartialState
 from kit import budget_runs
 from kit.budget_runs import BUDGETS, build_experts, make, subclass, train_split
 from kit.methods import make_trainer
@@ -26,9 +28,10 @@ from trl_padfix.core.context import within
 from trl_padfix.core.layout import shared_prefixes as planning
 from trl_padfix.core.layout.build import prefix_sharing_layout
 from trl_padfix.core.remove import attach_runner_patch
-from trl_padfix.trainers.batching import sub_batches
+from trl_padfix.trainers.batching import merged_output
 from trl_padfix.trainers.batching.bin_packing import RowSplitter
-from trl_padfix.trainers.batching.sub_batches import SubBatches, _merged_loss
+from trl_padfix.trainers.batching.merged_output import LossChecks, _loss_of_labels
+from trl_padfix.trainers.batching.sub_batches import SubBatches
 from trl_padfix.trainers.batching.token_budget import TokenBudget
 
 
@@ -70,6 +73,42 @@ def test_the_models_own_loss_is_a_mean_over_the_labels_of_all_rows():
     assert handle.stats.packed_tokens == once > counted.packed_tokens
     assert handle.stats.padded_forwards == 0
     assert_close(split, whole, terms=64, depth=24, control=rows.mean())
+
+
+def test_an_unknown_loss_costs_one_sub_batch_once(monkeypatch):
+    """The sub-batch is freed before all rows run at once, and a call without the loss is split."""
+    PartialState(cpu=True)  # for the log
+    model, (ids, mask), checks = build_model().train(), batch(), LossChecks()
+    forward, rows, logits, alive = model.forward, [], [], []
+
+    def own(**given: Any) -> Any:
+        rows.append(len(given["input_ids"]))
+        alive.append(sum(reference() is not None for reference in logits))
+        output = forward(**given)
+        logits.append(weakref.ref(output.logits))
+        if output.loss is not None:
+            output["loss"] = output.loss + output.logits.square().max()
+        return output
+
+    def rows_of_forwards(labels: torch.Tensor | None, **splitter: Any) -> list[int]:
+        rows.clear()
+        with within(runner=SubBatches(partial(RowSplitter, 28, False, **splitter), loss_checks=checks)):
+            model(input_ids=ids, attention_mask=mask, labels=labels, use_cache=False)
+        return rows
+
+    monkeypatch.setattr(model, "forward", own)
+    with attach_runner_patch(model):
+        of_parts = [*rows_of_forwards(None)]
+        alive.clear()
+        without_labels = torch.full_like(ids, -100)  # a loss of NaN shows nothing of other batches
+        assert rows_of_forwards(without_labels) == [of_parts[0], 6]
+        # Another process, which has no labels, must run as many forwards in the next step.
+        assert rows_of_forwards(ids, sync_count=lambda count: max(count, 1)) == [of_parts[0], 6]
+        assert rows_of_forwards(ids) == [of_parts[0], 6]
+        assert rows_of_forwards(ids) == [6]
+        assert not any(alive)
+        assert rows_of_forwards(None) == of_parts
+    assert sum(of_parts) == 6 > len(of_parts) > 1
 
 
 def test_outside_of_the_block_and_after_removal_nothing_is_split():
@@ -166,7 +205,7 @@ def test_a_loss_of_the_users_own_takes_two_passes_and_trls_one(own, tmp_path, mo
 
 def test_losses_without_logits_weigh_by_the_labels_that_are_scored():
     labels = torch.tensor([[5, 6, 7], [5, -100, -100]]), torch.tensor([[-100, 7, 8]])  # two scored in each
-    merged = _merged_loss([torch.tensor(1.0), torch.tensor(4.0)], [{"labels": x} for x in labels])
+    merged = _loss_of_labels([torch.tensor(1.0), torch.tensor(4.0)], [{"labels": x} for x in labels])
     assert merged.item() == 2.5
 
 
@@ -266,7 +305,7 @@ def test_arguments_without_a_row_for_each_row_are_not_cut():
     columns = torch.arange(3)
     call = {"input_ids": ids, "attention_mask": mask, "labels": ids, "position_ids": axes}
     call |= {"logits_to_keep": columns, "cache_position": columns}
-    batch = SubBatches(partial(RowSplitter, 8, sharing=False))._split(ids, mask)
+    batch = SubBatches(partial(RowSplitter, 8, sharing=False))._split(call)
     assert len(batch.inputs) == 2
     for rows, of_rows in zip(batch.parts.rows, batch.calls(call), strict=True):
         assert torch.equal(of_rows["labels"], ids[rows])
@@ -322,7 +361,7 @@ def test_a_loss_without_logits_has_the_balancing_loss_of_all_rows_once(num_items
     monkeypatch.setattr(model, "forward", head)
     split = figures(SubBatches(partial(RowSplitter, 14, False)))
     assert_close(split, figures(None), terms=64, depth=32)
-    monkeypatch.setattr(sub_batches, "_balancing_term", lambda model, output: 0.0)
+    monkeypatch.setattr(merged_output, "balancing_term", lambda model, output: 0.0)
     wrong = figures(SubBatches(partial(RowSplitter, 14, False)))
     assert abs(wrong[0] - split[0]) > 0.1
     assert wrong[1] == split[1] > 0

@@ -9,7 +9,7 @@ from types import MethodType
 import pytest
 import torch
 import trl
-from kit.budget_runs import BUDGETS, assert_same, build_branching, figures_of, make, subclass, train_split
+from kit.budget_runs import BUDGETS, STEPS, assert_same, build_branching, figures_of, make, subclass, train_split
 from kit.trainer_runs import build_model, our_warnings, trained
 from transformers import Qwen2ForCausalLM, TrainerCallback
 from zoo import models
@@ -153,9 +153,14 @@ def test_a_loss_that_the_model_returns_has_trls_figures(name, caplog):
         given = {"model": MODELS[name]()}
         kind = "Reward" if name == "classifier" else "SFT"
         trainer = make(library, kind, "unused", budget=library is trl_padfix, **given)
-        found.append(train_split(subclass(trainer, compute_loss=compute_loss)).figures)
-    assert_same(found[1], found[0])
-    assert ("a loss that is not a known function of its logits" in caplog.text) == (name in ("term", "classifier"))
+        found.append(train_split(subclass(trainer, compute_loss=compute_loss)))
+    theirs, ours = found
+    assert_same(ours.figures, theirs.figures)
+    is_unknown = "a loss that is not a known function of its logits" in caplog.text
+    assert is_unknown == (name in ("term", "classifier"))
+    # The first sub-batch of the first step shows it; from then on a step is one forward of all rows.
+    assert (len(ours.forwards) == 1 + STEPS) == is_unknown
+    assert max(ours.forwards[:1] if is_unknown else ours.forwards) <= BUDGETS[kind]
 
 
 @pytest.mark.parametrize(

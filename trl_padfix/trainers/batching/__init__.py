@@ -12,7 +12,7 @@ How a step of DPO with a budget runs, call by call:
    chunks: each runs TRL's `compute_loss` and a backward; gradients are synchronized in the last.
    `prefix_schedule.py` computes their shared prefixes once, `chunk_metrics.py` gives TRL the means of their metrics.
 5. Any other loss gets the outputs of all rows. `sub_batches.py` runs its forwards in parts, which the backward
-   recomputes; `balancing_loss.py` balances experts over all of them.
+   recomputes; `merged_output.py` merges their outputs, `balancing_loss.py` balances experts over all of them.
 
 Without a budget `TokenBudget.compute_loss` passes the batch to TRL's `compute_loss`, within `observe_step`.
 """

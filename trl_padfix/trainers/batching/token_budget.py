@@ -11,9 +11,8 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
 
 import torch
 from accelerate.logging import get_logger
@@ -21,7 +20,7 @@ from accelerate.utils import gather_object
 from transformers import Trainer
 
 from ...core.anatomy import find_pretrained
-from ...core.context import temporarily_set, within
+from ...core.context import context, temporarily_set, within
 from ...core.model.patching import Attachment
 from ...core.remove import attach_runner_patch
 from ..checks.arguments import rope_kind_beyond
@@ -48,13 +47,12 @@ from ..parts.part import Part, Step
 from ..task import Task
 from .bin_packing import RowSplitter
 from .chunk_metrics import ChunkMetrics
+from .merged_output import LossChecks
 from .prefix_schedule import ChunkRunner, shares_across_parts
 from .sub_batches import SubBatches
 
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
     from ..parts.part import PaddingFreeTrainer
 
 
@@ -69,8 +67,7 @@ class TokenBudget(Part):
     def __init__(self, trainer: PaddingFreeTrainer):
         super().__init__(trainer)
         self._attached: list[Attachment] = []
-        self._checked_models: WeakSet[Any] = WeakSet()
-        self._chunks: ChunkRunner | None = None  # of the running batch
+        self._loss_checks = LossChecks()
         self._is_in_step = False
         self._gradient_hook: str | None = None
 
@@ -161,7 +158,6 @@ class TokenBudget(Part):
         self.restore()
         for handle in self.trainer.padding.handles:
             handle.token_budget = self.budget
-        vars(self).pop("_config", None)
         scoring_module = self.trainer.padding.task.scoring_module
         self._attached = [attach_runner_patch(scoring_module(model)) for model in models_of(self.trainer)]
 
@@ -170,24 +166,15 @@ class TokenBudget(Part):
             attachment.remove()
 
     @property
-    def _shards(self) -> bool:
-        """Whether processes with different rows meet in every forward."""
-        return is_sharded(self.trainer)
-
-    @property
     def _matches(self) -> bool:
         """Whether processes meet in every backward, and so need equal numbers of backwards."""
-        return self._shards or is_zero(2, self.trainer.accelerator)
-
-    @cached_property
-    def _config(self) -> PretrainedConfig:
-        return find_pretrained(self.trainer.model).config
+        return is_sharded(self.trainer) or is_zero(2, self.trainer.accelerator)
 
     @property  # not cached: user code may switch gradient checkpointing on at any time
     def _shares_across(self) -> bool:
         """Whether prefixes are computed once per batch instead of once per part; logs once if they cannot be."""
         # Under FSDP2 all processes can plan equal numbers of forwards; ZeRO-3 and FSDP1 expect one order of modules.
-        trainer, meets = self.trainer, self._shards
+        trainer, meets = self.trainer, is_sharded(self.trainer)
         if meets and is_fsdp2(trainer) and self.why_all_rows() is None:
             models = map(find_pretrained, map(trainer.padding.task.scoring_module, models_of(trainer)))
             meets = any("logits_to_keep" not in inspect.signature(type(m).forward).parameters for m in models)
@@ -208,21 +195,21 @@ class TokenBudget(Part):
         Within a chunk forwards are not split again. `concatenated`: ids and mask of the forward, if the loss
         concatenates them into new tensors. `images`: images of the rows, by default the images of the running step.
         """
-        if self._chunks is not None:
+        if isinstance(runner := context().runner, ChunkRunner):
             if concatenated:
-                self._chunks.set_inputs(*concatenated)
+                runner.set_inputs(*concatenated)
             return contextlib.nullcontext()
         if self.budget is None or self._leaves_whole():
             return contextlib.nullcontext()
         step = self.trainer.padding.running
-        has_images = step is not None and isinstance(step.inputs, Mapping) and has_pixels(step.inputs)
-        if step is not None and has_images and not images and step.batches and "input_ids" in step.batches[0]:
-            images = find_images(step.inputs, step.batches[0]["input_ids"], self._config)
+        if not images and step is not None and isinstance(step.inputs, Mapping) and has_pixels(step.inputs):
+            ids = next((batch["input_ids"] for batch in step.batches if "input_ids" in batch), None)
+            images = None if ids is None else find_images(step.inputs, ids, find_pretrained(self.trainer.model).config)
         return within(runner=self._sub_batches(images or None))
 
-    def _sub_batches(self, images: ImageCounts | None, keeps: bool = True) -> SubBatches:
+    def _sub_batches(self, images: ImageCounts | None) -> SubBatches:
         return SubBatches(
-            lambda: self._splitter(not self._shards and self._shares_across), images, keeps, self._checked_models
+            lambda: self._splitter(not is_sharded(self.trainer) and self._shares_across), images, self._loss_checks
         )
 
     def _splitter(self, shares_across: bool, gather: Callable | None = None) -> RowSplitter:
@@ -238,10 +225,7 @@ class TokenBudget(Part):
         )
 
     def around_ref_logps(self) -> contextlib.AbstractContextManager[None]:
-        if self.budget is None or self._leaves_whole():
-            return contextlib.nullcontext()
-        # The block holds all batches of a dataset, and each of them runs once.
-        return within(runner=self._sub_batches(None, keeps=False))
+        return self.split_forwards()
 
     def acts_in_steps(self) -> bool:
         return self.settings.max_tokens_per_batch is not None
@@ -278,11 +262,10 @@ class TokenBudget(Part):
                 return compute(inputs, *args, **kwargs)
         # A single process reduces nothing. All threads share accelerate's state, and another one may run a step.
         is_alone = not (has_others or trainer.is_deepspeed_enabled)
-        runner = ChunkRunner(len(parts.rows), parts.plan, with_head=self._shards)
+        runner = ChunkRunner(len(parts.rows), parts.plan, with_head=is_sharded(self.trainer))
         metrics = ChunkMetrics(trainer)
         with (
             task.around_chunks(inputs, self._sub_batches(parts.images)) as inputs,
-            temporarily_set(self, _chunks=runner),
             within(runner=runner),
         ):
             total: Any = 0.0
@@ -310,7 +293,8 @@ class TokenBudget(Part):
         if mask is not None and mask.shape != ids.shape[:2]:  # a four-dimensional mask
             return None
         splitter = self._splitter(self._shares_across, gather_object if self._matches else None)
-        images, count, of_item = find_images(inputs, ids, self._config), len(ids), task.rows_per_item
+        config = find_pretrained(self.trainer.model).config
+        images, count, of_item = find_images(inputs, ids, config), len(ids), task.rows_per_item
         if not (splitter.can_split(inputs, count, images) and are_cut_by_rows(inputs, count, of_item)):
             return None
         return splitter.split(ids, mask, rows_per_item=of_item, scored=scored_tokens(inputs), images=images)
