@@ -8,25 +8,15 @@ from pathlib import Path
 from uuid import uuid4
 
 
-__all__ = ["DATA_FILES", "is_missing_path", "refuse_missing", "write_whole_folder"]
+__all__ = ["DATA_FILES", "refuse_missing", "write_whole_folder"]
 
 DATA_FILES = {".csv": "csv", ".gz": "json", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 """Builders of `datasets`, by the endings of data files."""
 
 
-def is_missing_path(name: str) -> bool:
-    """Whether a name is a path for certain, and not the id of a Hub repository, and there is nothing at this path."""
-    path = Path(name).expanduser()
-    # An id is a name, or an owner and a name. `runs/model` may be either: it is a path if the folder `runs` is here.
-    is_path = (
-        name.startswith((".", "/", "~")) or len(path.parts) > 2 or (len(path.parts) == 2 and path.parent.is_dir())
-    )
-    return is_path and not path.exists()
-
-
 def refuse_missing(name: str, place: str, in_cache: bool = False) -> None:
     """
-    Refuse a name that is a path, by its form or ending, at which nothing exists.
+    Refuse a name that is a path, and not the id of a Hub repository, if there is nothing at this path.
 
     With `in_cache` also a model that is not in the cache of the Hub, if the Hub is offline.
 
@@ -36,7 +26,9 @@ def refuse_missing(name: str, place: str, in_cache: bool = False) -> None:
     from huggingface_hub.constants import HF_HUB_CACHE, HF_HUB_OFFLINE
 
     nothing, path = f"{place}: there is no file or folder {name!r} here ({Path.cwd()})", Path(name).expanduser()
-    if is_missing_path(name) or (path.suffix in DATA_FILES and not path.exists()):
+    # An id is a name, or an owner and a name. `runs/model` may be either: it is a path if the folder `runs` is here.
+    has_folder = len(path.parts) > 2 or (len(path.parts) == 2 and path.parent.is_dir())
+    if (name.startswith((".", "/", "~")) or path.suffix in DATA_FILES or has_folder) and not path.exists():
         raise FileNotFoundError(f"{nothing}. Correct the path, or first run what writes it.")
     cached = Path(HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
     if in_cache and HF_HUB_OFFLINE and not path.exists() and not cached.exists():

@@ -13,6 +13,7 @@ from kit.trainer_runs import build_model, our_warnings, to_the_bit
 from peft import PromptTuningConfig, TaskType
 from torch import nn
 from torch.ao.quantization import FakeQuantize, MovingAverageMinMaxObserver
+from transformers import Qwen2ForCausalLM
 
 import trl_padfix
 from trl_padfix.core.errors import UnpackableCallError
@@ -120,6 +121,28 @@ def test_what_half_precision_hides_shows_with_other_tokens_at_padding(tmp_path):
     trainer = make(trl_padfix, "SFT", tmp_path, trainer_class=ReadsLittle, padding_free=True, **DEFAULTS)
     trainer.train()
     assert "with other tokens at padding off by" in trainer.padding.why_padded
+
+
+def test_a_loss_that_changes_for_another_reason_than_padding_is_not_said_to_read_it(tmp_path):
+    class CountsRows(Qwen2ForCausalLM):
+        def forward(self, input_ids=None, **kwargs):
+            self.rows = len(input_ids)
+            return super().forward(input_ids=input_ids, **kwargs)
+
+    class Counted(trl_padfix.SFTTrainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            given = {name: inputs[name] for name in ("input_ids", "attention_mask", "labels")}
+            return model(**given).loss + self.model.rows / 10
+
+    def why_padded(**fields):
+        model = build_model()
+        model.__class__ = CountsRows
+        trainer = make(trl_padfix, "SFT", tmp_path, trainer_class=Counted, model=model, **fields)
+        trainer.train()
+        return trainer.padding.why_padded
+
+    assert why_padded(**MODES["sharing"]) is None
+    assert "`max_tokens_per_batch` computes some rows at a time" in why_padded(**MODES["budget"])
 
 
 def test_a_loss_is_compared_on_the_first_batch_with_padding(tmp_path, monkeypatch):

@@ -103,7 +103,7 @@ def test_an_unknown_loss_costs_one_sub_batch_once(monkeypatch):
         without_labels = torch.full_like(ids, -100)  # a loss of NaN shows nothing of other batches
         assert rows_of_forwards(without_labels) == [of_parts[0], 6]
         # Another process, which has no labels, must run as many forwards in the next step.
-        assert rows_of_forwards(ids, sync_count=lambda count: max(count, 1)) == [of_parts[0], 6]
+        assert rows_of_forwards(ids, sync_count=lambda count: count or 1) == [of_parts[0], 6]
         assert rows_of_forwards(ids) == [of_parts[0], 6]
         assert rows_of_forwards(ids) == [6]
         assert not any(alive)

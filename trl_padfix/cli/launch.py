@@ -92,7 +92,8 @@ def parse(method: str, args: Sequence[str]) -> tuple[list[Any], Namespace]:
     given = read_given(args)
     resume_from = check_given(method, given)
     # Imported here, because they take seconds: mistakes above are reported without them.
-    logging.getLogger("accelerate.commands.launch").addFilter(_is_news)
+    unsaid = "The following values were not passed to"  # what it sets where the user set none
+    logging.getLogger("accelerate.commands.launch").addFilter(lambda record: unsaid not in record.getMessage())
     from accelerate.commands.launch import launch_command_parser
     from trl.cli.accelerate_config import resolve_accelerate_config_argument
 
@@ -108,11 +109,6 @@ def parse(method: str, args: Sequence[str]) -> tuple[list[Any], Namespace]:
         raise ValueError(f"{' '.join(unknown or [launch.training_script])}: a value without a flag.")
     parsed[1].resume_from_checkpoint = resume_from
     return parsed, launch
-
-
-def _is_news(record: logging.LogRecord) -> bool:
-    """Whether a record of `accelerate launch` is not the list of the values that it sets where the user set none."""
-    return not record.getMessage().startswith("The following values were not passed to")
 
 
 def main(method: str, args: Sequence[str]) -> None:

@@ -35,7 +35,7 @@ from ..trainers.distributed import max_over_processes, models_of, splitting_para
 from ..trainers.messages import say
 from ..trainers.metrics.token_counts import TokenCounter, report_of
 from ..trainers.parts.packing import attach_to_models
-from ..trainers.parts.parity import compare, first_call, print_reports
+from ..trainers.parts.parity import READS_PADDING, compare, first_call, print_reports
 from ..trainers.parts.part import entered
 from ..trainers.parts.saved_state import saved_state, without_noise
 from ..trainers.parts.step_parity import has_padding, other_padding, without_packing
@@ -52,10 +52,6 @@ logger = get_logger(__name__)
 
 PREFIX = "padfix_"
 
-READS_PADDING = (
-    "a loss that depends on padding: your loss reads logits at padding, which are zero without it, or a module takes "
-    "statistics of the batch in training. Mask by `attention_mask` what your loss reads"
-)
 NOT_COVERED = (
     "Padding is removed from the model alone, since transformers passes no trainer to callbacks. A reference model "
     "stays padded; a loss of yours that reads logits at padding or what hooks within the model keep, or that predicts "
@@ -275,9 +271,8 @@ class PaddingRemovalCallback(TrainerCallback):
             embeddings = partial(other_padding, batches, torch.Generator())
             with without_packing(self.handles, embeddings), ExitStack() as stack:
                 if batches and head is not None:
-                    stack.enter_context(
-                        head.register_forward_hook(partial(_other_at_padding, inputs["attention_mask"]))
-                    )
+                    hook = partial(_other_at_padding, inputs["attention_mask"])
+                    stack.enter_context(head.register_forward_hook(hook))
                 stack.enter_context(without_noise([*trainer.model.modules()]))
                 stack.enter_context(saved_state(trainer))
                 stack.enter_context(torch.no_grad())

@@ -146,8 +146,8 @@ class ModuleChanges:
             raise UnpackableCallError(
                 "replaced module",
                 f"A {type(module).__name__} of {type(self.decoder).__name__} was added, removed or replaced after "
-                f"padding removal was attached. Only modules that were there have patches. {_ONE_ROW} Call "
-                "`handle.remove()` before such a change, and attach again after it.",
+                f"padding removal was attached. Only modules that were there have patches. {_ONE_ROW} Change the "
+                "model before the first step. Without a trainer, call `handle.remove()` first and attach again.",
             )
 
 

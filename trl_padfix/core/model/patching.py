@@ -361,9 +361,7 @@ def _why_no_batch(call: dict[str, Any]) -> str | None:
     if has_cache(call):
         return "it has a cache (`use_cache=True`, or an earlier one). Leave the cache out of a loss"
     if tokens is None or tokens.dim() != (2 if tokens is ids else 3):
-        return (
-            "it has neither `input_ids` of shape `(B, L)` nor `inputs_embeds` of shape `(B, L, H)`. Pass one of them"
-        )
+        return "it has neither `input_ids` `(B, L)` nor `inputs_embeds` `(B, L, H)`. Pass one of them"
     if mask is not None and not (isinstance(mask, torch.Tensor) and mask.shape == tokens.shape[:2]):
         return "its `attention_mask` is not of shape `(B, L)`. Pass such a mask"
     return None

@@ -463,5 +463,10 @@ class RowSplitter:
         parts = pack_rows(costs, self.budget, self.shares_across)
         sync_count = self.sync_count or (lambda count: count)
         count, fewest = sync_count(len(parts)), -sync_count(-len(costs))
-        # If a process has fewer rows than parts (a collator dropped some), all compute their batch in one part.
-        return halve_largest(parts, count) if count <= fewest else [list(range(len(costs)))]
+        if count > fewest:  # a collator dropped some
+            logger.warning_once(
+                f"`max_tokens_per_batch` needs {count} sub-batches, but a process has only {fewest} rows. Sharded "
+                "processes compute equally many, so each computes its batch whole. (Shown once.)"
+            )
+            return [list(range(len(costs)))]
+        return halve_largest(parts, count)

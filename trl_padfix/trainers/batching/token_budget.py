@@ -250,8 +250,7 @@ class TokenBudget(Part):
             return compute(inputs, *args, **kwargs)
         is_sum, has_others = self._is_sum_over_rows(inputs, num_items), trainer.accelerator.num_processes > 1
         # All processes must agree; a hook may be on one of them only. `_parts_of` gathers where they meet.
-        if self._matches:
-            is_sum = not max_over_processes(trainer, int(not is_sum))
+        is_sum &= not (self._matches and max_over_processes(trainer, int(not is_sum)))
         parts = self._parts_of(inputs) if is_sum else None
         if max_over_processes(trainer, int(parts is None)) or parts is None:
             return compute(inputs, *args, **kwargs)

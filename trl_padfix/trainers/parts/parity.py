@@ -28,7 +28,7 @@ from ..checks.user_code import custom_loss_name
 from ..distributed import is_sharded, max_over_processes, models_of, named_models_of, raise_on_all
 from ..messages import say
 from .part import Part, Step, entered
-from .step_parity import check_step, has_padding, precision_in
+from .step_parity import REFILLED, check_step, has_padding, precision_in
 
 
 if TYPE_CHECKING:
@@ -41,6 +41,17 @@ logger = get_logger(__name__)
 
 LAYOUT_ARGUMENTS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "cu_seq_lens_q")
 """Arguments of a model that determine the layout of its tokens."""
+
+READS_PADDING = (
+    "a loss that depends on padding, although the scores of the model do not: your loss reads logits at padding, "
+    "which are zero without it, or a module takes statistics of the batch in training. Mask by `attention_mask` what "
+    "your loss reads"
+)
+MIXES_ROWS = (
+    "a loss that changes without padding, whatever stands there: it or the model mixes rows, or your loss reads what "
+    "layers keep. `max_tokens_per_batch` computes some rows at a time, and `prefix_sharing` shared tokens once: leave "
+    "them out"
+)
 
 MOST_ZEROS = 50
 """Most steps without a gradient that are compared: a model may amplify rounding so much that no step has one."""
@@ -261,11 +272,10 @@ class Parity(Part):
         if report.repeated:
             text = "a loss that changes from call to call (this comparison calls it too): {:.6g}, then {:.6g} on one"
             return text.format(*report.repeated) + " batch. If it reads no logits at padding, set `parity_check=False`"
-        return (
-            "a loss that depends on padding, although the scores of the model do not: your loss reads logits at "
-            "padding, which are zero without it, or a module takes statistics of the batch in training. The loss "
-            f"{report}. Mask by `attention_mask` what your loss reads, or set `padding_free=False`"
-        )
+        distance, most = report.found[REFILLED]
+        is_of_padding = max_over_processes(trainer, int(not most.allow(*distance)))
+        cause = READS_PADDING if is_of_padding else MIXES_ROWS
+        return f"{cause}, or set `padding_free=False`. The loss {report}"
 
 
 def compare(
