@@ -317,10 +317,7 @@ class PaddingFreeMixin:
             # Not only for models that get labels: a loss may also use logits and completion masks.
             step.why_padded = reason = padding.task.why_padded(inputs)
             padded = (handle.padded(reason) for handle in padding.handles if reason)
-            with (
-                entered(block(step) for block in around),
-                entered(padded),
-            ):  # in this order: the parts count padded calls
+            with entered(block(step) for block in around), entered(padded):  # within the parts, which count it
                 yield step
 
     @hook
