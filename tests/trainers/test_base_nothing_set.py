@@ -175,3 +175,24 @@ def test_states_that_run_over_padding_keep_the_side_of_trl(tmp_path):
     theirs = losses(trl)
     assert losses(trl_padfix) == theirs
     assert losses(trl_padfix, padding_side="left") != theirs
+
+
+@pytest.mark.parametrize("fields", [{}, {"padding_free": True}], ids=["nothing set", "padding-free"])
+def test_a_reference_precomputed_in_init_leaves_the_collator_of_the_user(fields, tmp_path):
+    """TRL calls the collator for it before its `__init__` ends."""
+    collate, given = None, {"precompute_ref_log_probs": True, "train_dataset": build_pairs(8)}
+
+    def own(rows):
+        return collate(rows)
+
+    found = []
+    for library, more in ((trl, {}), (trl_padfix, fields)):
+        collate = trl.trainer.dpo_trainer.DataCollatorForPreference(pad_token_id=39)
+        trainer = make_trainer(library, "DPO", tmp_path, data_collator=own, max_steps=2, **given, **more)
+        assert trainer.data_collator is own
+        trainer.train()
+        found.append([log["loss"] for log in trainer.state.log_history if "loss" in log])
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+    if not fields:
+        plain = make_trainer(trl_padfix, "DPO", tmp_path, **given)
+        assert type(plain.data_collator).__module__.startswith("trl.")

@@ -336,3 +336,21 @@ def test_a_run_prints_once_why_it_shares_less(case, tmp_path, capsys):
     make(trl_padfix, "SFT", tmp_path, budget=True, **data | budget | config).train()
     lines = [line for line in capsys.readouterr().out.splitlines() if "prefix" in line and not line.startswith("{")]
     assert [line.startswith(why) for line in lines] == ([True] if why else [])
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3_next"])
+def test_sub_batches_share_nothing_with_each_other_if_a_row_has_masked_tokens_between_real_ones(name):
+    """A recurrent layer would run over them in a padded part, and not in the forward of a prefix."""
+    model, (ids, mask) = build_family(name), batch("mixed")
+    splitter = partial(RowSplitter, 24, True, shares_across=True)
+    assert splitter().split(ids, mask).plan is not None
+    row = int(mask.sum(1).argmax())
+    mask[row, mask[row].nonzero()[1]] = 0
+    assert splitter().split(ids, mask).plan is None
+    with remove_padding(model, prefix_sharing=True) as handle, attach_runner_patch(model):
+        with handle.disabled():
+            score(model, ids, mask).sum().backward()
+        padded = take_gradients(model)
+        with within(runner=SubBatches(splitter)):
+            score(model, ids, mask).sum().backward()
+    assert_same_gradients(take_gradients(model), padded)

@@ -30,7 +30,7 @@ from trl_padfix.core.layout.build import prefix_sharing_layout
 from trl_padfix.core.remove import attach_runner_patch
 from trl_padfix.trainers.batching import merged_output
 from trl_padfix.trainers.batching.bin_packing import RowSplitter
-from trl_padfix.trainers.batching.merged_output import LossChecks, _loss_of_labels
+from trl_padfix.trainers.batching.merged_output import LossChecks, SubBatchOutput, _loss_of_labels
 from trl_padfix.trainers.batching.sub_batches import SubBatches
 from trl_padfix.trainers.batching.token_budget import TokenBudget
 
@@ -109,6 +109,14 @@ def test_an_unknown_loss_costs_one_sub_batch_once(monkeypatch):
         assert not any(alive)
         assert rows_of_forwards(None) == of_parts
     assert sum(of_parts) == 6 > len(of_parts) > 1
+
+
+def test_a_loss_that_another_process_cannot_split_is_not_split_here():
+    model, (ids, mask) = build_model().train(), batch()
+    call = {"input_ids": ids, "attention_mask": mask, "labels": ids}
+    first = SubBatchOutput(call, model(**call), None)
+    assert LossChecks().check(model, first, int)
+    assert not LossChecks().check(model, first, lambda unknown: 1)
 
 
 def test_outside_of_the_block_and_after_removal_nothing_is_split():

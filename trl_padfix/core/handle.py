@@ -78,8 +78,8 @@ class PaddingStats:
         packed_tokens (`int`): Tokens that the decoder computed, without filler.
         forwards (`int`): Number of packed forwards.
         shared_forwards (`int`): Number of forwards that computed some prefix once for several rows.
-        padded_forwards (`int`): Number of forwards that were computed padded, because they could not be packed. Their
-            tokens are not among those above.
+        padded_forwards (`int`): Calls that were computed padded, because they could not be packed; a step that is
+            padded as a whole counts once for each model. Their tokens are not among those above.
         filler_tokens (`int`): Tokens computed only to lengthen packed rows (`packed_multiple_of`).
 
     Example:
@@ -253,7 +253,7 @@ class PaddingRemoval(Attachment):
 
     @contextmanager
     def padded(self, reason: str) -> Iterator[None]:
-        """Compute the one forward of a block padded; `reason` completes "The call has ..." in the warning."""
+        """Compute the calls of a block padded, counted as one; `reason` completes "The call has ..." in a warning."""
         self.run_padded(UnpackableCallError(reason, f"The call has {reason}."))
         with self.disabled():
             yield
@@ -317,7 +317,7 @@ class PaddingRemoval(Attachment):
 
     def _forget(self, call: int) -> None:
         self._recomputable.discard(call)
-        if self.is_removed:
+        if self.is_detached:
             self.remove()
 
     def __getstate__(self) -> dict[str, Any]:

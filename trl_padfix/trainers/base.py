@@ -185,7 +185,6 @@ class PaddingFreeMixin:
                     padding.task.check(config, init_kwargs)
                 with entered(part.around_init(config) for part in padding.parts):
                     super().__init__(*args, **kwargs)
-                padding.parts = tuple(part for part in padding.parts if part.acts())
                 if padding.settings.are_set:
                     self.padding_free = padding.settings.padding_free
                 self._attach()
@@ -205,6 +204,7 @@ class PaddingFreeMixin:
         """Attach to the models, once: at the end of `__init__`, or earlier if TRL computes with them there."""
         if not self.padding.is_attached:
             self.padding.is_attached = True
+            self.padding.parts = tuple(part for part in self.padding.parts if part.acts())
             if self.padding.parts:
                 self.padding.follow(models_of(self))
             for part in self.padding.parts:

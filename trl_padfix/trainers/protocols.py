@@ -1,4 +1,4 @@
-"""What tasks use of a trainer, and a trainer of its token budget. Imports only the settings of `trainers`."""
+"""What tasks use of a trainer, and a trainer of its token budget. At run time imports only its settings."""
 
 from __future__ import annotations
 

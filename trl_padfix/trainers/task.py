@@ -49,11 +49,11 @@ class Task:
     rows_per_item = 1
     """Rows of a batch that belong together: two if pairs come as `[chosen, rejected]`."""
 
-    sequences: ClassVar[tuple[tuple[str, ...], ...]] = ()
-    """The columns of each sequence of a tokenized row, for `group_by_prefix`; see [`dataset_costs`]."""
-
     item = "row"
     """The noun for these rows."""
+
+    sequences: ClassVar[tuple[tuple[str, ...], ...]] = ()
+    """The columns of each sequence of a tokenized row, for `group_by_prefix`; see [`dataset_costs`]."""
 
     # Metrics
 

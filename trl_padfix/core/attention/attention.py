@@ -251,7 +251,7 @@ def _prepared_masks(module: nn.Module, mask: PackedMask | None, call: PackedCall
             f"{_name(module)} must attend with a prepared mask, but {call.implementation} has no such mask. Load the "
             "model with `attn_implementation='sdpa'`, or train it with `padding_free=False`."
         )
-    return call.cached(("prepared", kind), lambda: prepared.of_segments(kind, call.tokens.layout))
+    return call.cached(("prepared", kind), lambda: prepared.of_segments(kind, call.layout))
 
 
 def _mask_of_layer(module: nn.Module, mask: object, call: PackedCall, kwargs: dict[str, Any]) -> PackedMask:

@@ -67,7 +67,7 @@ def layout_of(inputs: DecoderInputs, handle: PaddingRemoval) -> Layout | None:
 def _builder_of(
     inputs: DecoderInputs, handle: PaddingRemoval
 ) -> Callable[[DecoderInputs, PaddingRemoval], Layout | None] | None:
-    """The builder of a call's layout: [`_plain`], [`_shared`] or [`_tree`]; `None` if the call must run unchanged."""
+    """The builder of a call's layout: [`_of_rows`], [`_shared`] or [`_tree`]; `None` if the call runs unchanged."""
     if inputs.tree:
         return _tree
     batch, mask = inputs.batch, inputs.mask
@@ -103,7 +103,7 @@ def _builder_of(
     if mask is not None:
         _check_mask(mask, batch)
     if not handle.prefix_sharing:
-        return _plain
+        return _of_rows
     by_embeddings = inputs.compared_ids is not None and not inputs.is_packed
     obstacle = None if by_embeddings else _sharing_obstacle(inputs)
     # `positions` show where the sequences of a packed batch begin, so they cannot hold other keys as well.
@@ -113,10 +113,10 @@ def _builder_of(
         if handle.is_strict:
             raise UnpackableCallError("prefix sharing", obstacle)
         handle.say_once(f"Padding is removed from a call, but no prefix is shared. {obstacle}", "prefix sharing")
-    return _plain
+    return _of_rows
 
 
-def _plain(
+def _of_rows(
     inputs: DecoderInputs, handle: PaddingRemoval, ids: torch.Tensor | None = None, keys: torch.Tensor | None = None
 ) -> Layout | None:
     """
@@ -165,7 +165,7 @@ def _shared(inputs: DecoderInputs, handle: PaddingRemoval) -> Layout | None:
         keys = content_keys(inputs.arguments, ids, inputs.mask, inputs.prepared)
     elif (others := _other_keys(inputs)) and ids is not None:
         keys = token_keys({"position_ids": inputs.positions, **others}, ids.shape)
-    return _plain(inputs, handle, ids, keys)
+    return _of_rows(inputs, handle, ids, keys)
 
 
 def _tree(inputs: DecoderInputs, handle: PaddingRemoval) -> Layout:

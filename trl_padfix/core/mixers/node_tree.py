@@ -246,7 +246,7 @@ class NodeTree:
 
 def tree_of(call: PackedCall) -> NodeTree:
     """The tree of a packed forward, built once for all its mixers."""
-    return call.cached("tree", lambda: NodeTree(call.tokens.layout, call.prefix_states))
+    return call.cached("tree", lambda: NodeTree(call.layout, call.prefix_states))
 
 
 def with_zero(x: torch.Tensor) -> torch.Tensor:

@@ -120,7 +120,7 @@ def bucket_by_length(lengths: list[int], max_padding: float = MAX_BUCKET_PADDING
 
 def row_buckets(call: PackedCall, one_bucket: bool = False) -> RowBuckets:
     """The buckets of rows of a packed forward, built once for all its mixers."""
-    return call.cached(("rows", one_bucket), lambda: RowBuckets.of(call.tokens.layout, one_bucket=one_bucket))
+    return call.cached(("rows", one_bucket), lambda: RowBuckets.of(call.layout, one_bucket=one_bucket))
 
 
 def calls_of_layers(call: PackedCall, one_bucket: bool = False) -> list[dict[int, dict[str, Any]]]:
@@ -296,6 +296,7 @@ class DryRun:
         try:
             with torch.no_grad(), outside_calls(), within(rows=rows_call):
                 forward(**arguments)
+            torch.clear_autocast_cache()  # of casts without a graph (pytorch#112583)
         except Exception as error:
             # After the last layer the decoder may fail on the outputs of stubs. All calls are recorded then.
             if len(recorded_calls) == len({id(layer) for layer in self.layers.values()}):

@@ -48,7 +48,7 @@ class Attachment:
         self.owned_by_trainer = False  # the next trainer on the model removes it before it attaches its own
         self._patches: list[ForwardPatch] = []
         self._recomputable: set[int] = set()  # ids of packed forwards that gradient checkpointing may recompute
-        self.is_removed = False  # by its owner, or by another trainer
+        self.is_detached = False  # by its owner, or by another trainer
         self.taken_over = False  # see `take_over`
         self.is_copy = False  # of a deep copy of the model: its patches work, and nobody holds it
 
@@ -69,7 +69,7 @@ class Attachment:
         self.remove()
 
     def __enter__(self) -> Self:
-        if self.is_removed:
+        if self.is_detached:
             raise ValueError("This handle was removed: attach again with `remove_padding(model)`.")
         return self
 
@@ -82,7 +82,7 @@ class Attachment:
 
         Patches that gradient checkpointing still needs stay until the graph of the last packed forward is gone.
         """
-        self.is_removed = True
+        self.is_detached = True
         needed = [patch for patch in self._patches if self._recomputable and patch.serves_recomputation]
         for patch in reversed(self._patches):  # a module may have several: the outermost first
             if patch not in needed:
@@ -92,7 +92,7 @@ class Attachment:
     @property
     def enabled(self) -> bool:
         """Whether calls of this thread are packed; see [`Attachment.disabled`]."""
-        return not self.is_removed and self not in context().disabled
+        return not self.is_detached and self not in context().disabled
 
     @contextmanager
     def disabled(self) -> Iterator[None]:

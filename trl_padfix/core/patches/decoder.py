@@ -93,7 +93,7 @@ class DecoderPatch(BatchPatch):
         padded = PaddedPlan(self, None, partial(self.wrapped, *args, **kwargs), inputs.given_mask)
         planned: Plan = padded
         try:
-            # All checks that can refuse the call come first: after a refusal it is computed padded, from the start.
+            # Nearly all checks that can refuse the call come before its forward; the others are of its layers.
             planned = plan(inputs, self, padded)
             output = planned.output(outer)
         except UnpackableCallError as error:

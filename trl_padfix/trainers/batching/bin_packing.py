@@ -26,7 +26,7 @@ from ...core.context import context
 from ...core.layout.build import common_bytes, sort_rows
 from ...core.layout.layout import move_maps
 from ...core.layout.shared_prefixes import KV_MEMORY_FRACTION, MIN_SAVED_TOKENS, plan_shared_prefixes
-from ..data.batch_rows import ImageCounts, Parts, has_pixels, split_images
+from ..data.batch_rows import BatchParts, ImageCounts, has_pixels, split_images
 from ..data.columns import lists
 
 
@@ -420,7 +420,7 @@ class RowSplitter:
         rows_per_item: int = 1,
         scored: torch.Tensor | None = None,
         images: ImageCounts | None = None,
-    ) -> Parts:
+    ) -> BatchParts:
         """
         Split a batch by its values on the host.
 
@@ -446,8 +446,10 @@ class RowSplitter:
         if images is not None:
             # DDP reduces the gradients of the parameters that the last backward used, so parts with images come last.
             items.sort(key=lambda part: any(images["num_images"][item] for item in part))
-        parts, plan = Parts.of_items(items, is_needed, rows_per_item, images), None
-        if self.shares_across and has_ids and len(items) > 1:
+        parts, plan = BatchParts.of_items(items, is_needed, rows_per_item, images), None
+        # Recurrent layers take no states across masked tokens within a row, and a padded part would lose gradients.
+        has_holes = bool(((host_mask != 0).int().diff(dim=1) == 1).sum(1).gt((host_mask[:, 0] == 0).int()).any())
+        if self.shares_across and has_ids and len(items) > 1 and not (self.sync_count or int)(int(has_holes)):
             cut = [(host_ids[r][:, c], host_mask[r][:, c]) for r, c in zip(parts.rows, parts.columns, strict=True)]
             unmoved = plan_shared_prefixes(cut, self.budget, self.gather)
             plan = unmoved and move_maps(unmoved, ids.device)  # in one copy

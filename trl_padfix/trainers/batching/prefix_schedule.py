@@ -88,6 +88,7 @@ class PrefixSchedule:
             self._rng_states[n] = torch.get_rng_state(), get_device_states(prefix.layouts[self.index].real_index)
             with torch.no_grad():
                 states = self._run_prefix(n, run)
+            torch.clear_autocast_cache()  # else the part gets weights that were cast without a graph (pytorch#112583)
         else:
             states = self.graph_states[n] = self._run_prefix(n, run)
         self.states[n] = states.map(detached_leaf)

@@ -26,7 +26,7 @@ from ...core.call.batch_cache import BatchVersion
 from ...core.call.prefix_states import ForwardStates
 from ...core.context import context, within
 from ...core.layout.shared_prefixes import PrefixedLayout, PrefixPlan
-from ..data.batch_rows import ImageCounts, Parts, image_tensors, select_rows
+from ..data.batch_rows import BatchParts, ImageCounts, image_tensors, select_rows
 from .balancing_loss import record_router_logits
 from .bin_packing import RowSplitter
 from .merged_output import LossChecks, SubBatchOutput, merge_outputs
@@ -46,7 +46,7 @@ class _SplitBatch:
     """A batch in parts: its ids (or embeddings) and mask as they were, and those of each sub-batch by name."""
 
     version: BatchVersion
-    parts: Parts
+    parts: BatchParts
     inputs: list[dict[str, torch.Tensor]]
 
     def calls(self, call: dict[str, Any]) -> list[dict[str, Any]]:

@@ -31,7 +31,7 @@ from ..checks.user_code import (
     hook_beside_loss,
     module_hook_names,
 )
-from ..data.batch_rows import ImageCounts, Parts, are_cut_by_rows, find_images, has_pixels, scored_tokens
+from ..data.batch_rows import BatchParts, ImageCounts, are_cut_by_rows, find_images, has_pixels, scored_tokens
 from ..distributed import (
     has_static_graph,
     is_fsdp2,
@@ -174,14 +174,14 @@ class TokenBudget(Part):
     def _shares_across(self) -> bool:
         """Whether prefixes are computed once per batch instead of once per part; logs once if they cannot be."""
         # Under FSDP2 all processes can plan equal numbers of forwards; ZeRO-3 and FSDP1 expect one order of modules.
-        trainer, meets = self.trainer, is_sharded(self.trainer)
-        if meets and is_fsdp2(trainer) and self.why_all_rows() is None:
+        trainer, is_unequal = self.trainer, is_sharded(self.trainer)
+        if is_unequal and is_fsdp2(trainer) and self.why_all_rows() is None:
             models = map(find_pretrained, map(trainer.padding.task.scoring_module, models_of(trainer)))
-            meets = any("logits_to_keep" not in inspect.signature(type(m).forward).parameters for m in models)
-        return shares_across_parts(trainer.padding.handles, trainer.args, meets)
+            is_unequal = any("logits_to_keep" not in inspect.signature(type(m).forward).parameters for m in models)
+        return shares_across_parts(trainer.padding.handles, trainer.args, is_unequal)
 
     def _leaves_whole(self) -> bool:
-        """Whether a batch is computed padded and unsplit, for a reason that `Task.why_padded` names."""
+        """Whether a batch is computed padded and unsplit: because of the parity check, or a hook of the user."""
         return self.trainer.padding.why_padded is not None or hook_beside_loss(self.trainer) is not None
 
     # -- forwards in sub-batches
@@ -286,7 +286,7 @@ class TokenBudget(Part):
         metrics.log()
         return total
 
-    def _parts_of(self, inputs: dict[str, Any]) -> Parts | None:
+    def _parts_of(self, inputs: dict[str, Any]) -> BatchParts | None:
         """The parts of a batch; `None` if its values cannot be cut by rows."""
         task, (ids, mask) = self.trainer.padding.task, self._ids_and_mask(inputs)
         if mask is not None and mask.shape != ids.shape[:2]:  # a four-dimensional mask

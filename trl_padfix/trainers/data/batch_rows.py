@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 __all__ = [
-    "PREFIXES", "ImageCounts", "Parts", "are_cut_by_rows", "find_images", "has_pixels", "image_tensors",
+    "PREFIXES", "BatchParts", "ImageCounts", "are_cut_by_rows", "find_images", "has_pixels", "image_tensors",
     "numbered_images", "scored_tokens", "scores_padding", "select_rows", "split_images", "without_images",
 ]  # fmt: skip
 
@@ -177,7 +177,7 @@ def _has_tensors(values: list[Any]) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class Parts:
+class BatchParts:
     """
     The parts into which the rows of a batch are split.
 
@@ -200,7 +200,7 @@ class Parts:
     @classmethod
     def of_items(
         cls, items: Sequence[Sequence[int]], needed: torch.Tensor, rows_per_item: int, images: ImageCounts | None
-    ) -> Parts:
+    ) -> BatchParts:
         """
         Parts of some items each: item `i` of a batch has the rows `i`, `i + B / rows_per_item`, ...
 

@@ -112,9 +112,9 @@ class TokenCounts(Part):
             return
         # A packed row of a single sequence has no padding and is not packed again.
         is_unpacked = not handle.stats.forwards and (handle.stats.padded_forwards or not padding.task.packs_rows())
-        if handle.is_removed or is_unpacked:
+        if handle.is_detached or is_unpacked:
             self._warned = True
-            why = "padding removal was detached from the model" if handle.is_removed else handle.why_unpacked()
+            why = "padding removal was detached from the model" if handle.is_detached else handle.why_unpacked()
             logger.warning(f"Nothing was packed in step {step.number}: {why}. No savings are logged.")
 
     @contextlib.contextmanager

@@ -152,7 +152,7 @@ class Padding:
     @property
     def is_removed(self) -> bool:
         """Whether the models pack padded batches."""
-        return self.settings.padding_free and bool(self.handles) and not self.handles[0].is_removed
+        return self.settings.padding_free and bool(self.handles) and not self.handles[0].is_detached
 
     def follow(self, models: list[torch.nn.Module]) -> bool:
         """Whether the parts must attach to `models` again: these are new, or another trainer has taken them over."""
@@ -202,7 +202,7 @@ class Part:
         """Called after `attach`, and again when the trainer computes with other models, or gets them back."""
 
     def acts(self) -> bool:
-        """Whether the part has anything to do; called after TRL's `__init__`. If not, the part is left out."""
+        """Whether the part has anything to do; called once, before `attach`. If not, the part is left out."""
         return True
 
     def on_init_end(self) -> None:

@@ -26,11 +26,11 @@ from ...core.call.batch_cache import on_host
 from ...core.context import temporarily_set, within
 from ...core.errors import UnpackableCallError
 from ...core.handle import PaddingRemoval, PaddingStats
-from ...core.parity.forwards import other_attention
+from ...core.parity.forwards import other_attention, relative_difference
 from ...core.parity.limits import OF_NOISE, Limits, lowest_dtype, precision_of
 from ...core.remove import number_padded_rows
 from ..checks.user_code import custom_loss_name, gradient_hook_name
-from ..data.batch_rows import Parts, are_cut_by_rows, find_images, has_pixels, scored_tokens, split_images
+from ..data.batch_rows import BatchParts, are_cut_by_rows, find_images, has_pixels, scored_tokens, split_images
 from ..distributed import (
     has_static_graph,
     is_sharded,
@@ -78,8 +78,7 @@ class _Values(NamedTuple):
         loss = abs(self.loss - other.loss) / max(abs(other.loss), 1.0)
         if self.gradient is None or other.gradient is None:
             return loss, 0.0
-        smallest = torch.finfo(torch.float32).tiny
-        return loss, ((self.gradient - other.gradient).norm() / other.gradient.norm().clamp(min=smallest)).item()
+        return loss, relative_difference(self.gradient, other.gradient)
 
 
 @dataclass(frozen=True)
@@ -179,7 +178,7 @@ def _few_items(trainer: PaddingFreeTrainer, inputs: Any) -> list[dict[str, Any]]
     items = sorted([*dict.fromkeys([*(longer[:1] or by_length[-1:]), *by_length])][:ITEMS])
     scored = scored_tokens(inputs)
     needed = mask.bool() if scored is None else mask.bool() | scored
-    parts = Parts.of_items([items, *([item] for item in items)], needed, of_item, images)
+    parts = BatchParts.of_items([items, *([item] for item in items)], needed, of_item, images)
     return [task.trimmed(batch) for batch in parts.of(inputs)]
 
 
