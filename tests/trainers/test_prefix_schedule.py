@@ -1,6 +1,7 @@
 """Each distinct token of a batch is computed once: gradients, token counts, and how long states are kept."""
 
 import contextlib
+import weakref
 from functools import partial
 
 import pytest
@@ -23,6 +24,7 @@ from trl_padfix.core.errors import PaddingRemovalError
 from trl_padfix.core.layout import shared_prefixes as planning
 from trl_padfix.core.layout.build import prefix_sharing_layout
 from trl_padfix.core.remove import attach_runner_patch
+from trl_padfix.trainers.batching import sub_batches
 from trl_padfix.trainers.batching.bin_packing import RowSplitter
 from trl_padfix.trainers.batching.prefix_schedule import ChunkRunner, PrefixSchedule, sharing_obstacle
 from trl_padfix.trainers.batching.sub_batches import SubBatches
@@ -256,6 +258,28 @@ def test_schedules_without_gradients_keep_plain_states_while_they_are_needed():
                 assert schedule.states.keys() == alive
                 states = [x for n in alive for xs in schedule.states[n].values() for x in xs]
                 assert not any(x.requires_grad for x in states)
+
+
+def test_sub_batches_without_gradients_free_a_prefix_after_its_last_user(monkeypatch):
+    model = build("qwen2")
+    families = torch.randint(model.config.vocab_size, (4, 1, 12)).expand(4, 2, 12)
+    ids = torch.cat([families, torch.randint(model.config.vocab_size, (4, 2, 4))], dim=2).flatten(0, 1)
+    mask = torch.ones_like(ids)
+    run, kept, alive = sub_batches._ModelForward._prefix_states, [], []
+
+    def recorded(*args):
+        states = run(*args)
+        kept.append(weakref.ref(states))
+        alive.append(sum(reference() is not None for reference in kept))
+        return states
+
+    monkeypatch.setattr(sub_batches._ModelForward, "_prefix_states", recorded)
+    splitter = partial(RowSplitter, 18, True, shares_across=True)
+    sharing = remove_padding(model, prefix_sharing=True)
+    with torch.no_grad(), sharing, attach_runner_patch(model), within(runner=SubBatches(splitter)):
+        score(model, ids, mask)
+    assert len(kept) == 4
+    assert max(alive) <= 2
 
 
 def test_a_chunk_without_its_forward_is_an_error():

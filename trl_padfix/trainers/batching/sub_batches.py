@@ -10,7 +10,7 @@ rounding.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -134,16 +134,14 @@ class SubBatches:
 
     def _run_split(self, batch: _SplitBatch, forward: _ModelForward, call: dict[str, Any]) -> Any:
         """The output for all rows of a batch; `None` after the first sub-batch if its loss is unknown."""
-        calls = batch.calls(call)
-        *recomputed, last = zip(calls, forward.layouts(batch.parts.plan, calls), strict=True)
-        outputs: list[SubBatchOutput] = []
-        for arguments in recomputed:
-            outputs.append(_recomputed(forward.run, *arguments))
+        calls, outputs = batch.calls(call), []
+        for arguments in zip(calls, forward.layouts(batch.parts.plan, calls), strict=True):
+            # The backward pass begins with the last sub-batch, so its activations are kept and not recomputed.
+            is_last = len(outputs) == len(calls) - 1
+            outputs.append(forward.run(*arguments) if is_last else _recomputed(forward.run, *arguments))
             maximum = self.splitter.sync_count or int
             if len(outputs) == 1 and not self.loss_checks.check(forward.model, outputs[0], maximum):
                 return None
-        # The backward pass begins with the last sub-batch, so its activations are kept and not recomputed.
-        outputs.append(forward.run(*last))
         return merge_outputs(forward.model, call, outputs, batch.parts.rows)
 
 
@@ -156,12 +154,13 @@ class _ModelForward:
     with_router_logits: bool
     disabled: frozenset[Any] = field(default_factory=lambda: context().disabled)
 
-    def layouts(self, plan: PrefixPlan | None, calls: list[dict[str, Any]]) -> list[PrefixedLayout | None]:
-        """Compute the prefixes that sub-batches share; returns the layouts of the sub-batches with these states."""
+    def layouts(self, plan: PrefixPlan | None, calls: list[dict[str, Any]]) -> Iterable[PrefixedLayout | None]:
+        """The layouts of sub-batches, one after the other, with the states of the prefixes that they share."""
         if plan is None or not can_read_prefixes(self.model, calls[0]):
             return [None] * len(calls)
         schedule = PrefixSchedule(plan, detaches=False)
-        return [schedule.next_part(partial(self._prefix_states, call)) for call in calls]
+        # Not a list: without gradients the states of a prefix are freed after its last user.
+        return (schedule.next_part(partial(self._prefix_states, call)) for call in calls)
 
     def _prefix_states(
         self, call: dict[str, Any], layout: PrefixedLayout, reads: list[ForwardStates]
