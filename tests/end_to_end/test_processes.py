@@ -206,9 +206,12 @@ def test_the_check_runs_no_backward_that_a_static_graph_of_ddp_would_record(toge
 
 
 @pytest.mark.skipif("DistillationTrainer" not in trl.__all__, reason="a TRL before 1.16")
-def test_every_trainer_takes_trls_steps_on_two_processes(tmp_path):
+@pytest.mark.parametrize(
+    ("strategy", "names"), [("multi_gpu", ()), ("fsdp2", ["SFT, a hook beside a loss on one process"])]
+)
+def test_every_trainer_takes_trls_steps_on_two_processes(tmp_path, strategy, names):
     save_policy(tmp_path / "policy")
-    for name, (theirs, ours) in logged("multi_gpu", tmp_path, "kit.process_trainings").items():
+    for name, (theirs, ours) in logged(strategy, tmp_path, "kit.process_trainings", *names).items():
         for figure in ("loss", "grad_norm"):
             expected = torch.tensor(theirs[figure])
             torch.testing.assert_close(torch.tensor(ours[figure]), expected, rtol=ROUNDING, atol=ROUNDING, msg=name)

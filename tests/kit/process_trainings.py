@@ -9,7 +9,8 @@ import trl
 from kit.budget_runs import build_branching, make_on_images
 from kit.methods import ONLINE, make_trainer
 from kit.online_runs import load_policy
-from kit.trainer_runs import lora
+from kit.processes import on_gpus
+from kit.trainer_runs import build_model, lora
 from transformers import set_seed
 from zoo import models
 
@@ -17,6 +18,10 @@ import trl_padfix
 
 
 EXPERTS = {"model": lambda: models.build("qwen3_moe"), "ref_model": lambda: models.build("qwen3_moe", seed=1)}
+BRANCHING = {
+    "train_dataset": lambda: build_branching("SFT", prompts=2),
+    "model": lambda: build_model(tie_word_embeddings=False),  # which FSDP2 can shard
+}
 TRAININGS: dict[str, tuple[str, dict[str, Any]]] = {
     **{kind: (kind, {}) for kind in ("GRPO", "RLOO", "Distillation", "Reward", "KTO")},
     **{f"{kind}, LoRA": (kind, {"peft_config": lora}) for kind in ("GRPO", "DPO")},
@@ -24,7 +29,8 @@ TRAININGS: dict[str, tuple[str, dict[str, Any]]] = {
     "DPO, balanced experts": ("DPO", EXPERTS | {"router_aux_loss_coef": 1.0}),
     "DPO, images": ("DPO", {"family": "llava"}),
     "DPO, a hook on one process": ("DPO", {}),
-    "SFT, fewer rows on one process": ("SFT", {"train_dataset": lambda: build_branching("SFT", prompts=2)}),
+    "SFT, fewer rows on one process": ("SFT", BRANCHING),
+    "SFT, a hook beside a loss on one process": ("SFT", BRANCHING),
 }
 
 
@@ -41,7 +47,19 @@ def drop_rows(trainer: Any) -> None:
         trainer.data_collator = lambda rows: collate(rows[:3])
 
 
-CHANGES = {"DPO, a hook on one process": add_hooks, "SFT, fewer rows on one process": drop_rows}
+def watch_states(trainer: Any) -> None:
+    """Compute a loss of one's own, and watch the states of layers on one process."""
+    compute = trainer.compute_loss
+    trainer.compute_loss = lambda *args, **kwargs: compute(*args, **kwargs)
+    for layer in () if trainer.accelerator.is_main_process else trainer.model.model.layers:
+        layer.register_forward_hook(lambda module, args, output: None)
+
+
+CHANGES = {
+    "DPO, a hook on one process": add_hooks,
+    "SFT, fewer rows on one process": drop_rows,
+    "SFT, a hook beside a loss on one process": watch_states,
+}
 SPLIT = {"padding_free": True, "prefix_sharing": True, "max_tokens_per_batch": 64}
 
 
@@ -53,7 +71,7 @@ def train(library: Any, name: str, folder: str, **of_mode: Any) -> dict[str, lis
     given |= {"model": load_policy(f"{folder}/policy")} if kind in ONLINE else {}
     set_seed(0)
     make = make_on_images if "family" in given else make_trainer
-    trainer = make(library, kind, folder=tempfile.mkdtemp(), max_steps=3, **given)
+    trainer = make(library, kind, folder=tempfile.mkdtemp(), max_steps=3, use_cpu=not on_gpus(), **given)
     CHANGES.get(name, lambda trainer: None)(trainer)
     set_seed(1)  # of the completions
     trainer.train()
@@ -61,6 +79,6 @@ def train(library: Any, name: str, folder: str, **of_mode: Any) -> dict[str, lis
     return {name: [log.get(name, 0.0) for log in logs] for name in ("loss", "grad_norm", "padfix/shared_fraction")}
 
 
-def main(folder: str) -> dict[str, Any]:
+def main(folder: str, *names: str) -> dict[str, Any]:
     """By training: TRL's figures, and ours."""
-    return {name: [train(trl, name, folder), train(trl_padfix, name, folder, **SPLIT)] for name in TRAININGS}
+    return {name: [train(trl, name, folder), train(trl_padfix, name, folder, **SPLIT)] for name in names or TRAININGS}

@@ -184,6 +184,10 @@ class TokenBudget(Part):
         """Whether a batch is computed padded and unsplit: because of the parity check, or a hook of the user."""
         return self.trainer.padding.why_padded is not None or hook_beside_loss(self.trainer) is not None
 
+    def _on_any_process(self, flag: bool) -> bool:
+        """Whether `flag` is set here, or on any process that meets this one in a backward."""
+        return bool(max_over_processes(self.trainer, int(flag)) if self._matches else flag)
+
     # -- forwards in sub-batches
 
     def split_forwards(
@@ -199,7 +203,7 @@ class TokenBudget(Part):
             if concatenated:
                 runner.set_inputs(*concatenated)
             return contextlib.nullcontext()
-        if self.budget is None or self._leaves_whole():
+        if self.budget is None or self._on_any_process(self._leaves_whole()):
             return contextlib.nullcontext()
         step = self.trainer.padding.running
         if not images and step is not None and isinstance(step.inputs, Mapping) and has_pixels(step.inputs):
@@ -250,7 +254,7 @@ class TokenBudget(Part):
             return compute(inputs, *args, **kwargs)
         is_sum, has_others = self._is_sum_over_rows(inputs, num_items), trainer.accelerator.num_processes > 1
         # All processes must agree; a hook may be on one of them only. `_parts_of` gathers where they meet.
-        is_sum &= not (self._matches and max_over_processes(trainer, int(not is_sum)))
+        is_sum = not self._on_any_process(not is_sum)
         parts = self._parts_of(inputs) if is_sum else None
         if max_over_processes(trainer, int(parts is None)) or parts is None:
             return compute(inputs, *args, **kwargs)

@@ -69,17 +69,12 @@ def _put_back_contents(value: Any, stack: contextlib.ExitStack, seen: set[int]) 
 @contextlib.contextmanager
 def without_noise(modules: list[nn.Module]) -> Iterator[None]:
     """A block in which modules in training mode drop nothing and add no noise."""
-    saved = []
-    for module in modules:
-        is_dropout = isinstance(module, nn.modules.dropout._DropoutNd)
-        for name, value in vars(module).items():
-            is_rate = isinstance(value, float) or name == "neftune_noise_alpha"  # which may be an integer
-            if is_rate and (any(word in name for word in _RANDOM) or (is_dropout and name == "p")):
-                saved.append((vars(module), name, value))
-    for members, name, _ in saved:
-        members[name] = 0.0
-    try:
+    with contextlib.ExitStack() as stack:
+        for module in modules:
+            is_dropout = isinstance(module, nn.modules.dropout._DropoutNd)
+            for name, value in vars(module).items():
+                is_rate = isinstance(value, float) or name == "neftune_noise_alpha"  # which may be an integer
+                if is_rate and (any(word in name for word in _RANDOM) or (is_dropout and name == "p")):
+                    stack.callback(vars(module).update, {name: value})
+                    vars(module)[name] = 0.0
         yield
-    finally:
-        for members, name, value in saved:
-            members[name] = value
