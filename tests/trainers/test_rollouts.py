@@ -92,6 +92,15 @@ def test_grpo_weighs_what_was_recorded_by_its_reward(tmp_path, monkeypatch):
             assert_same(other.trajectory(), padded.trajectory())
 
 
+def test_a_completion_ends_with_the_token_at_which_sampling_ends_and_has_nothing_behind_it_in_a_turn():
+    tokenizer = build_tokenizer(chat_template=TEMPLATE.replace("<eos>", "<eos> w7"))
+    output = RecordedRollouts(rollouts(), tokenizer)(["0"] * 3, None)
+    for ids, mask in zip(output["completion_ids"], output["env_mask"], strict=True):
+        assert ids[-1] == tokenizer.eos_token_id
+        assert tokenizer.convert_tokens_to_ids("w7") in ids
+        assert tokenizer.convert_tokens_to_ids("w7") not in [i for i, said in zip(ids, mask, strict=True) if said]
+
+
 CONTROLS = {
     "recorded": lambda rewards: rewards[1:] + rewards[:1],  # those of other trials
     "env_mask": lambda masks: [[1] * len(mask) for mask in masks],  # trains on what users and tools said

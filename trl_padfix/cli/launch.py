@@ -114,6 +114,7 @@ def parse(method: str, args: Sequence[str]) -> tuple[list[Any], Namespace]:
 def main(method: str, args: Sequence[str]) -> None:
     """Train in this process with TRL's script; for the flags see [`parse`]."""
     import torch
+    from accelerate.utils import broadcast_object_list
     from transformers import set_seed
 
     from .. import build_tiny
@@ -127,7 +128,7 @@ def main(method: str, args: Sequence[str]) -> None:
     initial = Path(training.output_dir) / "initial_model"
     with ExitStack() as stack:
         if own.dry_run:
-            training.output_dir = stack.enter_context(tempfile.TemporaryDirectory())
+            (training.output_dir,) = broadcast_object_list([stack.enter_context(tempfile.TemporaryDirectory())])
             initial = initial if initial.exists() else Path(training.output_dir) / "initial_model"
             training.push_to_hub, training.resume_from_checkpoint = False, None
         set_seed(training.seed)  # `test_split_size` draws the held-out rows: the same ones in every process

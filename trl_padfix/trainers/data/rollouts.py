@@ -158,9 +158,14 @@ def _token_ids(
                     "sequence. Train on a row for each turn: `expand_turns`."
                 )
             # Tokenized by turn, as generation does it: a token never spans the border of a turn.
-            chunks.append(tokenizer(text[len(previous) :], add_special_tokens=False)["input_ids"])
-            mask.append([is_assistant] * len(chunks[-1]))
+            ids, eos = tokenizer(text[len(previous) :], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id
+            # The model samples no more than this token; the template may add a newline.
+            behind = ids[::-1].index(eos) if is_assistant and eos in ids else 0
+            chunks.append(ids)
+            mask.append([is_assistant] * (len(ids) - behind) + [0] * behind)
             previous = text
     if not chunks or not chunks[0]:
         raise ValueError(f"Row {number} (counted from 0) has no assistant turn after another message. Filter it out.")
-    return chunks[0], [*chain(*chunks[1:])], [*chain(*mask[1:])]
+    completion, sampled = [*chain(*chunks[1:])], [*chain(*mask[1:])]
+    end = len(sampled) - behind  # TRL takes a completion that does not end with this token for a truncated one
+    return chunks[0], completion[:end], sampled[:end]
