@@ -71,6 +71,7 @@ CASES = [
 
 EARLY = [
     (["stats", "good.jsonl", "--tokenizer", "no/model"], "--tokenizer: there is no file or folder 'no/model' here"),
+    (["dpo", "no.yaml", *CPU], "no.yaml: a value without a flag. A YAML file is `--config no.yaml`"),
     (["dpo", "-config", "no.yaml"], "-config: a flag begins with two dashes: `--config`"),
     (["dpo", *RUN, "--attn_implementation", "flash_attn2"], "'flash_attn2' (choose from auto, eager, flash_"),
     (["dpo", *RUN, "--ref_attn_implementation", "spda"], "--ref_attn_implementation: invalid choice: 'spda'"),

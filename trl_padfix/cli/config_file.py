@@ -63,10 +63,13 @@ def read_given(args: Sequence[str]) -> Given:
     Read flags and YAML without a parser.
 
     Raises:
-        ValueError: If the file is not a YAML mapping, or a key appears twice, and for flags with one dash.
+        ValueError: If the file is not a YAML mapping, or a key appears twice, for flags with one dash, and
+            for a value before the first flag.
     """
     if flags := [word for word in args if re.match("-[a-z]", word)]:
         raise ValueError(f"{flags[0]}: a flag begins with two dashes: `-{flags[0]}`.")
+    if not args[0].startswith("-"):
+        raise ValueError(f"{args[0]}: a value without a flag. A YAML file is `--config {args[0]}`.")
     if args[-1] == "--config" or args.count("--config") > 1:
         raise ValueError("`--config` needs the path of one YAML file.")
     given = _read_yaml(args[args.index("--config") + 1]) if "--config" in args else Given({}, {})

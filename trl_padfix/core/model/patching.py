@@ -334,8 +334,6 @@ _IN_FUNC = "tensors of `torch.func` (`grad`, `vmap`), from whose values no layou
 
 _IN_CHECKPOINT = "a checkpoint around it, whose backward recomputes the whole model. Checkpoint its layers instead"
 
-_SPLIT_IN_CHECKPOINT = "a torch checkpoint around the model recomputes it in backward. Checkpoint its layers"
-
 
 class RunnerPatch(ForwardPatch):
     """Passes forwards of padded batches to the runner of the [`Context`], if there is one."""
@@ -346,7 +344,7 @@ class RunnerPatch(ForwardPatch):
             return self.wrapped(*args, **kwargs)
         call = self.bind(args, kwargs) if args else kwargs
         with within(runner=None):  # the modules inside of this one have such a patch, too
-            if reason := _SPLIT_IN_CHECKPOINT if in_checkpoint() else _why_no_batch(call):
+            if reason := _IN_CHECKPOINT if in_checkpoint() else _why_no_batch(call):
                 runner.leave(self.module, call, reason)
                 return self.wrapped(*args, **kwargs)
             if call.get("return_dict") is not False:

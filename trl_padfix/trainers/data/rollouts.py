@@ -166,6 +166,5 @@ def _token_ids(
             previous = text
     if not chunks or not chunks[0]:
         raise ValueError(f"Row {number} (counted from 0) has no assistant turn after another message. Filter it out.")
-    completion, sampled = [*chain(*chunks[1:])], [*chain(*mask[1:])]
-    end = len(sampled) - behind  # TRL takes a completion that does not end with this token for a truncated one
-    return chunks[0], completion[:end], sampled[:end]
+    end = -behind or None  # TRL takes a completion that does not end with this token for a truncated one
+    return chunks[0], [*chain(*chunks[1:])][:end], [*chain(*mask[1:])][:end]

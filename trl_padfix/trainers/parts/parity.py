@@ -45,7 +45,7 @@ LAYOUT_ARGUMENTS = ("input_ids", "inputs_embeds", "attention_mask", "position_id
 READS_PADDING = (
     "a loss that depends on padding, although the scores of the model do not: your loss reads logits at padding, "
     "which are zero without it, or a module takes statistics of the batch in training. Mask by `attention_mask` what "
-    "your loss reads"
+    "your loss reads; with left padding that includes the label of a row's first token"
 )
 MIXES_ROWS = (
     "a loss that changes without padding, whatever stands there: it or the model mixes rows, or your loss reads what "
