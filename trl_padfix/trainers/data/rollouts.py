@@ -146,7 +146,7 @@ def _token_ids(
     """Ids before the first turn of the assistant, ids after, and a mask of the latter: 1 in turns of the assistant."""
     tokenizer = tokenizer_of(processing_class)
     render, messages = renderer(row, processing_class), row["messages"]
-    chunks, mask, previous = [], [], ""
+    chunks, mask, previous, behind = [], [], "", 0
     for begin, end in turns_of(messages):
         # The generation prompt belongs to the prompt: the model does not sample it.
         prompt, with_turn = render(messages[:begin], add_generation_prompt=True), render(messages[:end])
