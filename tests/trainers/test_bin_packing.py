@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from accelerate import PartialState
 from datasets import Dataset
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -150,6 +151,8 @@ def test_rows_of_one_long_prefix_need_fewer_parts_than_where_each_holds_it():
 
 
 def test_processes_have_equally_many_parts_also_if_one_has_fewer_rows_than_another_has_parts():
+    PartialState(cpu=True)  # for the log
+
     def split(rows: int, fewest: int) -> list[list[int]]:
         splitter = RowSplitter(100, sharing=False, sync_count=lambda count: 5 if count > 0 else -fewest)
         return splitter.pack(text_costs([90] * rows))

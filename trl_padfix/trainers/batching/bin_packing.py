@@ -442,14 +442,15 @@ class RowSplitter:
         host_mask = torch.ones_like(host_ids) if host_mask is None else host_mask
         is_needed = torch.ones_like(host_ids) if scored is None else host_mask.bool() | host_scored.bool()
         costs = batch_costs(host_ids, host_mask, rows_per_item, self.sharing and has_ids)
-        items = self.pack(costs)
+        # Recurrent layers compute rows with masked tokens between real ones padded, and then read no prefix states.
+        has_holes = bool(((host_mask != 0).int().diff(dim=1) == 1).sum(1).gt((host_mask[:, 0] == 0).int()).any())
+        shares_across = self.shares_across and has_ids and not (self.sync_count or int)(int(has_holes))
+        items = replace(self, shares_across=shares_across).pack(costs)
         if images is not None:
             # DDP reduces the gradients of the parameters that the last backward used, so parts with images come last.
             items.sort(key=lambda part: any(images["num_images"][item] for item in part))
         parts, plan = BatchParts.of_items(items, is_needed, rows_per_item, images), None
-        # Recurrent layers take no states across masked tokens within a row, and a padded part would lose gradients.
-        has_holes = bool(((host_mask != 0).int().diff(dim=1) == 1).sum(1).gt((host_mask[:, 0] == 0).int()).any())
-        if self.shares_across and has_ids and len(items) > 1 and not (self.sync_count or int)(int(has_holes)):
+        if shares_across and len(items) > 1:
             cut = [(host_ids[r][:, c], host_mask[r][:, c]) for r, c in zip(parts.rows, parts.columns, strict=True)]
             unmoved = plan_shared_prefixes(cut, self.budget, self.gather)
             plan = unmoved and move_maps(unmoved, ids.device)  # in one copy

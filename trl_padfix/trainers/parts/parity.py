@@ -274,8 +274,7 @@ class Parity(Part):
             return text.format(*report.repeated) + " batch. If it reads no logits at padding, set `parity_check=False`"
         distance, most = report.found[REFILLED]
         is_of_padding = max_over_processes(trainer, int(not most.allow(*distance)))
-        cause = READS_PADDING if is_of_padding else MIXES_ROWS
-        return f"{cause}, or set `padding_free=False`. The loss {report}"
+        return f"{READS_PADDING if is_of_padding else MIXES_ROWS}, or set `padding_free=False`. The loss {report}"
 
 
 def compare(
