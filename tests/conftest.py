@@ -40,22 +40,32 @@ if precision := os.environ.get("TRL_PADFIX_MATMUL"):  # once it is set, torch re
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 datasets.disable_progress_bars()
-# What takes much of a tiny training and gives its tests nothing: versions of packages are read from disk at every
-# import, accelerate reads at every step what is installed and collects garbage before the first, datasets names a
-# table by a hash of all that made it, to find it on disk again, and torch notes the stack of every seed for a device
-# that is not there.
-importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)
-importlib.metadata.version = functools.cache(importlib.metadata.version)
-accelerate.utils.imports._is_package_available = functools.cache(accelerate.utils.imports._is_package_available)
-accelerate.utils.memory.gc = SimpleNamespace(collect=lambda: 0)
-for module in (datasets.fingerprint, datasets.arrow_dataset):
-    module.update_fingerprint = module.generate_fingerprint = lambda *_: (
-        datasets.fingerprint.generate_random_fingerprint()
-    )
-datasets.fingerprint.format_kwargs_for_fingerprint = lambda *_, **__: {}
-if not torch.cuda.is_available():
-    for module in (torch.cuda, torch.mtia, torch.xpu):
-        module.traceback = SimpleNamespace(format_stack=list)
+
+
+def replace_slow_parts() -> None:
+    """
+    Replace parts of other packages that take long in a tiny training and change no result.
+
+    Python reads versions of packages from disk at every import. At every step accelerate looks up which packages are
+    installed; before the first it collects garbage. datasets names a table by a hash of its history, to find the table
+    on disk again. torch records the stack at every seed for a device that does not exist.
+    """
+    importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)
+    importlib.metadata.version = functools.cache(importlib.metadata.version)
+    accelerate.utils.imports._is_package_available = functools.cache(accelerate.utils.imports._is_package_available)
+    accelerate.utils.memory.gc = SimpleNamespace(collect=lambda: 0)
+    for module in (datasets.fingerprint, datasets.arrow_dataset):
+        module.update_fingerprint = module.generate_fingerprint = lambda *_: (
+            datasets.fingerprint.generate_random_fingerprint()
+        )
+    datasets.fingerprint.format_kwargs_for_fingerprint = lambda *_, **__: {}
+    if not torch.cuda.is_available():
+        for module in (torch.cuda, torch.mtia, torch.xpu):
+            module.traceback = SimpleNamespace(format_stack=list)
+
+
+if not os.environ.get("TRL_PADFIX_UNMODIFIED"):  # set once a night: the packages as users have them
+    replace_slow_parts()
 hypothesis.settings.register_profile("trl_padfix", deadline=None)
 hypothesis.settings.register_profile("long", deadline=None, max_examples=10_000)  # `--hypothesis-profile long`
 hypothesis.settings.load_profile("trl_padfix")
