@@ -1,6 +1,7 @@
 """
 A tiny training in which one process has an error that the other does not have. [`main`] runs it in one process of
-several: what each process raised is in `FOLDER/errors-RANK.json`.
+several: what each process raised is in `FOLDER/errors-RANK.json`. With the name of a [`PLACES`], a user's loss raises
+there on a part of a batch.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from pathlib import Path
 from unittest import mock
 
 from kit.budget_runs import make
+from kit.processes import on_gpus
+from kit.trainer_runs import build_model
 
 import trl_padfix
 from trl_padfix.core.parity import check
@@ -28,6 +31,24 @@ FAULTS = {
     "longest row": mock.patch.object(check, "_compare_longest", return_value=Distance(1, 1, 0, 0)),
     "": contextlib.nullcontext(),
 }
+PLACES = ("before the forward", "before a gather", "without padding")
+"""Where the loss of process 1 raises an error."""
+
+
+class OfWholeBatches(trl_padfix.SFTTrainer):
+    """A trainer whose loss gathers, and raises an error on a part of a batch of process 1."""
+
+    place = ""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        is_part = RANK == 1 and len(inputs["input_ids"]) < self.args.per_device_train_batch_size
+        assert not (is_part and self.place == "before the forward")
+        given = {name: inputs[name] for name in ("input_ids", "attention_mask", "labels")}
+        outputs = model(**given, use_cache=False)  # one forward: processes that shard a model meet in each
+        is_packed = not outputs.logits[inputs["attention_mask"] == 0].any()
+        assert not (is_part and (self.place == "before a gather" or (self.place == "without padding" and is_packed)))
+        self.accelerator.gather(outputs.loss)
+        return outputs.loss
 
 
 def train(folder: Path, fault: str) -> str:
@@ -42,8 +63,19 @@ def train(folder: Path, fault: str) -> str:
     return ""
 
 
-def main(path: str) -> None:
+def train_on_whole_batches(folder: Path, place: str) -> None:
+    model, trains = build_model(tie_word_embeddings=False), {"max_steps": 2, "use_cpu": not on_gpus(), **PACKED}
+    trainer = make(trl_padfix, "SFT", folder, trainer_class=OfWholeBatches, model=model, **trains)
+    trainer.place = place
+    trainer.train()
+    assert trainer.state.global_step == 2
+
+
+def main(path: str, place: str = "") -> None:
     folder = Path(path)
+    if place:
+        train_on_whole_batches(folder / "run", place)
+        return
     # An error first: afterwards the collectives of both processes still match.
     errors = {fault: train(folder / "run", fault) for fault in FAULTS}
     (folder / f"errors-{RANK}.json").write_text(json.dumps(errors))

@@ -8,6 +8,8 @@ import trl
 from datasets import Dataset
 from kit.budget_runs import BUDGETS
 from kit.methods import make_trainer
+from kit.process_errors import PLACES
+from kit.processes import launched
 from kit.rows import build_rows
 from kit.trainer_runs import build_model, our_warnings, to_the_bit
 from peft import PromptTuningConfig, TaskType
@@ -189,6 +191,17 @@ def test_a_loss_that_was_not_compared_is_named(tmp_path, caplog):
 
     make(trl_padfix, "SFT", tmp_path, trainer_class=OfWholeBatches, padding_free=True).train()
     assert any("`OfWholeBatches.compute_loss` was not compared" in line for line in our_warnings(caplog))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "place"), [*(("multi_gpu", place) for place in PLACES), *(("fsdp2", place) for place in PLACES[1:])]
+)
+def test_a_loss_that_raises_on_few_rows_of_one_process_is_not_compared_and_no_process_waits(strategy, place, tmp_path):
+    done = launched(strategy, tmp_path, "kit.process_errors", tmp_path, place, timeout=90)
+    assert done.returncode == 0, done.stderr[-3000:]
+    said = "raises an error without padding" if place == "without padding" else "was not compared"
+    assert said in done.stderr
 
 
 @pytest.mark.parametrize("kind", ["counter", "random", "attribute"])

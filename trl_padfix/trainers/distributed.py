@@ -127,7 +127,8 @@ def local_metrics_only(accelerator: Accelerator) -> contextlib.AbstractContextMa
     def identity(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return tensor
 
-    return temporarily_set(accelerator, gather=identity, gather_for_metrics=identity)
+    names = ("gather", "gather_for_metrics", "pad_across_processes", "reduce")
+    return temporarily_set(accelerator, **dict.fromkeys(names, identity))
 
 
 def raise_on_all(error: Exception | None) -> None:

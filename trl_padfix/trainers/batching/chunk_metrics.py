@@ -42,15 +42,11 @@ class ChunkMetrics:
 
         `num_items`: number of items that each metric is a mean over, by its name; `""` stands for all other metrics.
         """
-        metrics, accelerator = self.trainer._metrics, self.trainer.accelerator
+        metrics = self.trainer._metrics
         saved, metrics["train"] = metrics["train"], defaultdict(list)
         try:
             # TRL divides the tokens of processes that share rows by `_tp_size`; `log` does so after the reduction.
-            with (
-                local_metrics_only(accelerator),
-                temporarily_set(accelerator, reduce=lambda tensor, *args, **kwargs: tensor),
-                temporarily_set(self.trainer, _tp_size=1),
-            ):
+            with local_metrics_only(self.trainer.accelerator), temporarily_set(self.trainer, _tp_size=1):
                 yield
             self.values.append((metrics["train"], num_items))
         finally:

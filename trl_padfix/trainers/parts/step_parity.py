@@ -34,6 +34,7 @@ from ..data.batch_rows import BatchParts, are_cut_by_rows, find_images, has_pixe
 from ..distributed import (
     has_static_graph,
     is_sharded,
+    local_metrics_only,
     max_over_processes,
     models_of,
     splitting_parallelism,
@@ -207,21 +208,16 @@ class _Comparison:
         except Exception as error:  # a loss may need a whole batch
             if custom_loss_name(self.trainer) is None:  # the caller warns of a user's loss
                 logger.warning(f"The loss was not compared with its padded value: on a few rows it raises {error!r}.")
-        if self._on_any_process(not math.isfinite(reference.loss)):  # if one process raised, no other may go on
+        if self._on_any_process(not math.isfinite(reference.loss)):  # all raised, or one has a NaN
             return None
         arbiter = "padded" if weights is None else "rows alone"
-        packed, failed = _Values(math.nan, None), ""
         try:
             packed = self._as_configured(batch)
-        except torch.OutOfMemoryError:
-            raise
         except Exception as error:  # a user's loss may fail without padding
-            if isinstance(error, UnpackableCallError) and self.trainer.accelerator.num_processes == 1:
-                raise  # `strict=True`: the error says what cannot be packed
-            failed = f"{type(error).__name__}: {error}"
-        if self._on_any_process(bool(failed)):
-            failed = failed or "another process raised an error"
-            return StepReport(math.nan, reference.loss, compared, arbiter, error=failed)
+            is_alone = self.trainer.accelerator.num_processes == 1
+            if isinstance(error, torch.OutOfMemoryError) or (is_alone and isinstance(error, UnpackableCallError)):
+                raise  # with `strict=True` the error says what cannot be packed
+            return StepReport(math.nan, reference.loss, compared, arbiter, error=f"{type(error).__name__}: {error}")
         distance = packed.distance(reference)
         found = {PACKED: (distance, Limits.of_step(torch.float32))}
         report = StepReport(packed.loss, reference.loss, compared, arbiter, found, is_zero=reference.is_zero)
@@ -298,19 +294,41 @@ class _Comparison:
         return _Values(loss, torch.stack(gradients).sum(0) if gradients else None)
 
     def _values(self, batch: dict[str, Any], budget: int | None) -> _Values:
-        """Loss and gradient of the step on `batch` within a token budget."""
-        trainer, padding, step = self.trainer, self.trainer.padding, self.step
+        """
+        Loss and gradient of the step on `batch` within a token budget. An error of one process is raised on all.
+
+        The others would wait in a backward or in a gather of metrics, so each process first computes its loss alone.
+        Processes that shard a model also meet in forwards: there, only an error after the last forward is raised on
+        all. Calls of `torch.distributed` in a user's loss still wait.
+        """
+        failed = None
+        if self.trainer.accelerator.num_processes > 1:
+            try:
+                self._values_of_process(batch, budget, is_alone=True)
+            except Exception as error:
+                failed = error
+            if self._on_any_process(failed is not None):
+                raise failed or RuntimeError("another process raised an error")
+        return self._values_of_process(batch, budget)
+
+    def _values_of_process(self, batch: dict[str, Any], budget: int | None, is_alone: bool = False) -> _Values:
+        """[`_values`] on this process; `is_alone`: without gradient, and without waiting for other processes."""
+        trainer, padding, step, model = self.trainer, self.trainer.padding, self.step, self.step.model
         with saved_state(trainer), contextlib.ExitStack() as stack:
             stack.enter_context(within(stats=PaddingStats()))
             stack.enter_context(temporarily_set(padding, running=None, in_steps=(padding.budget,)))
             stack.enter_context(temporarily_set(padding.settings, max_tokens_per_batch=budget))
+            stack.enter_context(torch.set_grad_enabled(self.gradients))
             batch = step.like_inputs(batch)
-            if not self.gradients:
-                stack.enter_context(torch.set_grad_enabled(False))
-                loss = trainer.compute_loss(step.model, batch, **step.arguments)
-                return _Values(float(loss[0] if step.returns_outputs else loss), None)
-            loss = step_on_prepared(trainer, step.model, batch, self.num_items)
-            return _Values(float(loss), self._gradient())
+            if self.gradients and not is_alone:
+                loss = step_on_prepared(trainer, model, batch, self.num_items)
+                return _Values(float(loss), self._gradient())
+            if is_alone:
+                model = model if is_sharded(trainer) else trainer.accelerator.unwrap_model(model)
+                stack.enter_context(local_metrics_only(trainer.accelerator))
+                stack.enter_context(temporarily_set(padding.budget, _is_in_step=False))  # runs no backward of parts
+            loss = trainer.compute_loss(model, batch, **step.arguments)
+            return _Values(float(loss[0] if step.returns_outputs else loss), None)
 
     def _gradient(self) -> torch.Tensor:
         """Some entries of the gradient of each parameter, all in one row."""
