@@ -1,7 +1,7 @@
 """
 A tiny training in which one process has an error that the other does not have. [`main`] runs it in one process of
-several: what each process raised is in `FOLDER/errors-RANK.json`. With the name of a [`PLACES`], a user's loss raises
-there on a part of a batch.
+several: what each process raised is in `FOLDER/errors-RANK.json`. With one of [`PLACES`], the loss of process 1
+raises an error there, on a part of a batch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from trl_padfix.core.parity import check
 from trl_padfix.core.parity.report import Distance, ParityReport
 
 
-__all__ = ["main"]
+__all__ = ["PLACES", "main"]
 
 RANK = int(os.environ.get("RANK", 0))
 PACKED = {"padding_free": True, "prefix_sharing": True}

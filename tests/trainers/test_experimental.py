@@ -1,5 +1,6 @@
 """TRL's experimental trainers and ours: one trajectory, generation included, whatever the mode."""
 
+import logging
 import pickle
 import sys
 from functools import cache
@@ -72,6 +73,31 @@ def test_a_leaking_layout_does_not_give_trls_trajectory(name, mode, trls, policy
     ours = train(name, "trl_padfix", tmp_path, policy, parity_check=False, **config)
     with pytest.raises(AssertionError, match="not close"):
         assert_same(ours.trajectory(), theirs.trajectory())
+
+
+@pytest.mark.parametrize("name", slow_but(["ORPO", "SDFT"], [name for name in EXPERIMENTS if name != "OnlineDPO"]))
+def test_a_loss_that_reads_padding_is_computed_padded(name, policy, tmp_path):
+    class ReadsPadding(classes(name, "trl_padfix")[0]):
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            batch = self.padding.task.padded_batches(inputs)[0]
+            return super().compute_loss(model, inputs, *args, **kwargs) + model(**batch).logits.square().mean()
+
+    def why_padded(**given):
+        trainer = build(name, "trl_padfix", tmp_path, policy, max_steps=2, padding_free=True, **given)
+        trainer.train()
+        assert trainer.padding.parity
+        return trainer.padding.why_padded
+
+    assert why_padded() is None
+    assert "`attention_mask`" in why_padded(trainer_class=ReadsPadding)
+
+
+def test_a_loss_in_a_training_step_is_said_not_to_be_compared(policy, tmp_path, caplog):
+    with caplog.at_level(logging.INFO, logger="trl_padfix"):
+        build("OnlineDPO", "trl_padfix", tmp_path, policy, max_steps=2, padding_free=True).train()
+        build("ORPO", "trl_padfix", tmp_path, policy, max_steps=2, padding_free=True).train()
+    said = [line for line in caplog.messages if "was not compared" in line]
+    assert said == ["The loss of OnlineDPOTrainer was not compared with its padded value: no `input_ids`."]
 
 
 METRICS = {name: () for name in EXPERIMENTS if name != "GKD"}

@@ -52,6 +52,14 @@ class JoinedPairTask(Task):
     """Pairs: the step concatenates chosen and rejected rows."""
 
     generates_rows = False
+    rows_per_item = 2
+    item = "pair"
+
+    def padded_batches(self, inputs: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
+        # ORPO has a field for the token at padding.
+        padding = vars(self.trainer).get("padding_value", self.trainer.processing_class.pad_token_id)
+        joined = self.trainer.concatenated_inputs(inputs, padding_value=padding)
+        return [{name: joined[f"concatenated_{name}"] for name in ("input_ids", "attention_mask")}]
 
 
 class PromptTask(Task):
@@ -69,6 +77,12 @@ class A2POTask(PromptTask):
                 "A2PO pads prompts on the tokenizer's side, and this one pads right: completions would follow "
                 "padding. Set its `padding_side='left'`."
             )
+
+
+class SelfDistillingTask(PromptTask):
+    """[`PromptTask`] whose model also scores the completions after the prompts of its teacher."""
+
+    padded_batches = OnlineTask.padded_batches
 
 
 class MessagesTask(Task):
@@ -153,8 +167,8 @@ EXPERIMENTS = {
     "iw_opd": Experiment("IWOPD", ExperimentalTrainer, MessagesTask, (TeacherAttentionConfig, *FORWARDS)),
     "online_dpo": Experiment("OnlineDPO", OnlineDPOTrainer, PromptTask, (ReferenceAttentionConfig, *FORWARDS)),
     "orpo": Experiment("ORPO", PairTrainer, JoinedPairTask, (AttentionConfig, *FORWARDS)),
-    "sdft": Experiment("SDFT", SelfDistillingTrainer, PromptTask, (AttentionConfig, *FORWARDS)),
-    "sdpo": Experiment("SDPO", SelfDistillingTrainer, PromptTask, (AttentionConfig, *FORWARDS)),
+    "sdft": Experiment("SDFT", SelfDistillingTrainer, SelfDistillingTask, (AttentionConfig, *FORWARDS)),
+    "sdpo": Experiment("SDPO", SelfDistillingTrainer, SelfDistillingTask, (AttentionConfig, *FORWARDS)),
     "tpo": Experiment(
         "TPO", ExperimentalTrainer, TripleTask, (AttentionConfig, ForwardBudgetConfig, PaddingConfig), CompletionMixin
     ),

@@ -99,8 +99,7 @@ class Parity(Part):
 
     @contextlib.contextmanager
     def around_step(self, step: Step) -> Iterator[None]:
-        failed = None
-        mode = self._modes[step.mode]
+        failed, mode = None, self._modes[step.mode]
         if all(m.first_step is None for m in self._modes.values()):  # a user adds hooks between `__init__` and `train`
             for handle in self.trainer.padding.handles:
                 handle.accept_hooks()
@@ -140,6 +139,9 @@ class Parity(Part):
         else:
             for handle in self.trainer.padding.handles:
                 handle.accept_hooks()  # the comparison after these forwards checks them
+            said = f"The loss of {type(self.trainer).__name__} was not compared with its padded value: no `input_ids`."
+            if self.trainer.accelerator.is_local_main_process:
+                self.trainer.padding.handles[0].say_once(said, tell=say)
             with self._model_compared_on_first_call(step.mode, step.model):
                 yield
 
