@@ -1,5 +1,7 @@
 """Published rollouts: groups with the recorded rewards, and errors beforehand."""
 
+from types import SimpleNamespace
+
 import pytest
 from datasets import Dataset, IterableDataset
 from kit.methods import make_trainer
@@ -135,8 +137,16 @@ def test_streams_and_groups_that_are_split_are_errors():
     recorded = record(rollouts())
     with pytest.raises(ValueError, match="Give the trainer `rollout_func=`"):
         RecordedRollouts.rewards(["of the policy"])
-    with pytest.raises(ValueError, match="Set `num_generations=3`"):
-        recorded(["0", "0"], None)
+    for trains, fields in (
+        (True, "`num_generations=3`, and `per_device_train_batch_size`"),
+        (False, "`num_generations_eval=3`, and `per_device_eval_batch_size`"),
+    ):
+        trainer = SimpleNamespace(model=SimpleNamespace(training=trains))
+        with pytest.raises(ValueError, match=f"asked for 2 of one. Set {fields} to a multiple of it"):
+            recorded(["0", "0"], trainer)
+    for column in ("task", "reward", "messages"):
+        with pytest.raises(ValueError, match=f"The rollouts dataset has no column '{column}'; it has"):
+            record(rollouts().remove_columns(column))
 
 
 def test_a_template_that_changes_earlier_turns_gives_no_one_sequence():

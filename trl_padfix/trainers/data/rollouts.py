@@ -16,6 +16,7 @@ from datasets import Dataset
 
 from ..messages import counted
 from .chat_templates import renderer, tokenizer_of
+from .columns import require_columns
 from .turns import turns_of
 
 
@@ -58,8 +59,9 @@ class RecordedRollouts:
 
     Raises:
         TypeError: If the dataset is a stream.
-        ValueError: If a rollout has no task or reward, if no task has trials with different rewards, or if the
-            template changes earlier turns, so that a rendered turn is not the beginning of the text with the next one.
+        ValueError: If a column is missing, if a rollout has no task or reward, if no task has trials with different
+            rewards, or if the template changes earlier turns, so that a rendered turn is not the beginning of the text
+            with the next one.
 
     Example:
 
@@ -88,6 +90,7 @@ class RecordedRollouts:
                 f"`{type(dataset).__name__}`. Choose a split, or make one from a stream with "
                 "`Dataset.from_generator`."
             )
+        require_columns(dataset, "rollouts", [{"messages", task, reward}], "`RecordedRollouts` reads them")
         for column in (task, reward):
             if missing := list(dataset[column]).count(None):
                 raise ValueError(f"Rollouts without a `{column}`: {missing}. Give them one, or filter them out.")
@@ -119,10 +122,11 @@ class RecordedRollouts:
     def __call__(self, prompts: list[str], trainer: PaddingFreeTrainer) -> dict[str, Any]:
         """The trials of the tasks in `prompts` (each `num_generations` times there), as TRL's `rollout_func`."""
         counts = Counter(prompts)
-        if wrong := {name: count for name, count in counts.items() if count != self.trials}:
+        if wrong := next((count for count in counts.values() if count != self.trials), 0):
+            mode, suffix = ("train", "") if trainer.model.training else ("eval", "_eval")
             raise ValueError(
-                f"Each task has {self.trials} trials, but a process was asked for {next(iter(wrong.values()))} of "
-                f"one. Set `num_generations={self.trials}`, and `per_device_train_batch_size` to a multiple of it."
+                f"Each task has {self.trials} trials, but a process was asked for {wrong} of one. Set "
+                f"`num_generations{suffix}={self.trials}`, and `per_device_{mode}_batch_size` to a multiple of it."
             )
         # TRL repeats the prompt of a group: the first time is trial 0, the second trial 1, ...
         trials = {name: iter(self._tokens[name]) for name in counts}
