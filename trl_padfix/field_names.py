@@ -9,21 +9,26 @@ from collections.abc import Iterable
 
 __all__ = ["hint"]
 
+RENAMED = {
+    "cliprange": "epsilon", "evaluation_strategy": "eval_strategy", "kl_coef": "beta", "no_cuda": "use_cpu",
+    "max_new_tokens": "max_completion_length", "max_seq_length": "max_length", "num_ppo_epochs": "num_iterations",
+    "response_length": "max_completion_length", "rloo_k": "num_generations", "torch_dtype": "dtype",
+    "use_liger": "use_liger_kernel", "use_liger_loss": "use_liger_kernel",
+    "vllm_guided_decoding_regex": "vllm_structured_outputs_regex",
+}  # fmt: skip
+"""Fields of earlier versions of TRL and transformers that have another name now."""
+
 GONE = {
-    "torch_dtype": "it is `dtype` now",
     "warmup_ratio": "`warmup_steps` takes a share below 1 too",
-    "evaluation_strategy": "it is `eval_strategy` now",
-    "max_seq_length": "it is `max_length` now",
     "max_length": "it is `max_completion_length` here",
+    "max_completion_length": "it is `max_length` here, of prompt and completion",
     "rpo_alpha": "set `loss_type: [sigmoid, sft]` and `loss_weights`",
     "max_prompt_length": "removed from TRL: shorten the prompts of your data",
+    "ref_model_init_kwargs": "removed from TRL: `model_init_kwargs` also loads the reference model",
+    "reference_free": "removed from TRL: the experimental CPO trainer has no reference model",
     "overwrite_output_dir": "leave it out: a run resumes from a checkpoint only with `resume_from_checkpoint`",
-    "no_cuda": "it is `use_cpu` now",
     "logging_dir": "set the variable TENSORBOARD_LOGGING_DIR",
     "group_by_length": "it is `train_sampling_strategy: group_by_length` now",
-    "use_liger": "it is `use_liger_kernel` now",
-    "use_liger_loss": "it is `use_liger_kernel` now",
-    "vllm_guided_decoding_regex": "it is `vllm_structured_outputs_regex` now",
     "generate_during_eval": "removed from TRL: DPO and SFT have `predict_with_generate` here",
 }
 """Fields of earlier versions of TRL and transformers, and what to write today."""
@@ -52,6 +57,7 @@ def hint(name: str, known: Iterable[str]) -> str:
     """
     known = {*known}
     close = [f"did you mean `{other}`?" for other in difflib.get_close_matches(name, known, n=1, cutoff=0.75)]
-    remark = GONE.get(name) or "removed from TRL: leave it out" * (name in NEEDLESS) or "".join(close)
+    gone = {old: f"it is `{new}` now" for old, new in RENAMED.items()} | GONE
+    remark = gone.get(name) or "removed from TRL: leave it out" * (name in NEEDLESS) or "".join(close)
     field = re.match(r"it is `(\w+)", remark)
     return f" ({remark})" if remark and (field is None or field[1] in known) else ""

@@ -11,7 +11,10 @@ from trl_padfix.cli import user_errors
 
 
 CPU = ["--use_cpu", "true", "--bf16", "false", "--report_to", "none"]
-RUN = [*CPU, "--model_name_or_path", "models/good", "--dataset_name", "good_folder"]
+MODEL = [*CPU, "--model_name_or_path", "models/good"]
+RUN = [*MODEL, "--dataset_name", "pairs_folder"]
+TEXTS = [*MODEL, "--dataset_name", "good_folder"]
+PROMPTS = [*MODEL, "--dataset_name", "prompts_folder"]
 
 SHARED = [*RUN, "--padding_free", "--prefix_sharing"]
 
@@ -33,16 +36,16 @@ CASES = [
     (stats("pairs.jsonl", "--max-length", "1"), "no row is left"),
     (stats("good.jsonl", "--batch-size", "0"), "--batch-size"),
     (["doctor", "--dtype", "int3"], "'int3' is not one of float32"),
-    (["dpo"], "model and data are missing"),
+    (["dpo"], "no model is given: set `--model_name_or_path`"),
     (["dpo", *CPU, "--config"], "`--config` needs the path of one YAML"),
     (["dpo", *CPU, "--config", "nowhere.yaml"], "'nowhere.yaml'"),
     (["dpo", *CPU, "--config", "broken.yaml"], "broken.yaml is not valid YAML"),
     (["dpo", *CPU, "--config", "list.yaml"], "list.yaml does not map fields to values"),
     (["dpo", *RUN, "word"], "word: a value without a flag"),
     (["dpo", *CPU, "--dataset_name", "good_folder"], "no model is given: set `--model_name_or_path`"),
-    (["dpo", *CPU, "--model_name_or_path", "models/good"], "no data is given: set `--dataset_name`"),
+    (["dpo", *MODEL], "no data is given: set `--dataset_name`"),
     (["dpo", *CPU, "--model_name_or_path", "./nowhere"], "--model_name_or_path: there is no file or folder"),
-    (["distillation", *RUN, "--teacher_model_name_or_path", "./big"], "no file or folder './big' here"),
+    (["distillation", *PROMPTS, "--teacher_model_name_or_path", "./big"], "no file or folder './big' here"),
     (["dpo", *CPU, "--model_name_or_path", "no/model"], "no model of this name in the cache of the Hub"),
     (["dpo", *CPU, "--padding_freee", "true", "--nonsens=1"], "--padding_freee (did you mean `padding_free`?)"),
     (["dpo", *CPU, "--learning-rate", "abc"], "--learning-rate: invalid float value: 'abc'"),
@@ -50,7 +53,6 @@ CASES = [
     (["dpo", *CPU, "--config", "list_as_number.yaml"], "line 2: per_device_train_batch_size: invalid int value: [8]"),
     (["dpo", *CPU, "--config", "fraction.yaml"], "line 2: per_device_train_batch_size: invalid int value: 8.5"),
     (["dpo", *CPU, "--max_length", "None"], "invalid int value: 'None'. Write `null`"),
-    (["dpo", *RUN, "--prefix_sharing", "atuo"], "expected true, false or auto, got 'atuo'"),
     (["kto", *CPU, "--tiny_model", "tiny"], "--tiny_model"),
     (["dpo", *RUN, "--tiny_model", "tiny"], "give only one of them"),
     (["dpo", *CPU, "--model_name_or_path", "with_an_empty_file"], "'with_an_empty_file' has no config.json"),
@@ -59,13 +61,11 @@ CASES = [
     (["dpo", *RUN, "--resume_from_checkpoint", "--seed", "1"], "--resume_from_checkpoint needs a value"),
     (["dpo", *RUN, "--eval_on_start", "true", "--eval_strategy", "no"], "`eval_on_start` evaluates"),
     (["dpo", *RUN, "--config", "twice.yaml"], "the key `seed` appears in lines 1 and 3"),
-    (["dpo", *CPU, "--dataset_name", "good.jsonl"], "`datasets: [{path: json, data_files: good.jsonl}]`"),
+    (["dpo", *MODEL, "--dataset_name", "good.jsonl"], "`datasets: [{path: json, data_files: good.jsonl}]`"),
     (["dpo", *SHARED, "--neftune_noise_alpha", "5"], "gives each token of each row its own noise"),
     (["dpo", *RUN, "--prefix_sharing"], "`prefix_sharing=True` needs `padding_free=True`"),
-    (["sft", *RUN, "--eval_strategy", "often"], "invalid choice: 'often'"),
-    (["sft", *RUN, "--config", "no.yaml"], 'line 1: eval_strategy: YAML takes `no` for false. Write "no" in quotes'),
-    (["grpo", *RUN, "--config", "a_word.yaml"], "line 1: reward_funcs: write a list: `reward_funcs: [length]`"),
-    (["grpo", *RUN], "no reward is given: set `--reward_funcs`"),
+    (["grpo", *PROMPTS, "--config", "a_word.yaml"], "line 1: reward_funcs: write a list: `reward_funcs: [length]`"),
+    (["grpo", *PROMPTS], "no reward is given: set `--reward_funcs`"),
     (["trainn"], "trainn"),
 ]
 
@@ -73,11 +73,41 @@ EARLY = [
     (["stats", "good.jsonl", "--tokenizer", "no/model"], "--tokenizer: there is no file or folder 'no/model' here"),
     (["dpo", "no.yaml", *CPU], "no.yaml: a value without a flag. A YAML file is `--config no.yaml`"),
     (["dpo", "-config", "no.yaml"], "-config: a flag begins with two dashes: `--config`"),
-    (["dpo", *RUN, "--attn_implementation", "flash_attn2"], "'flash_attn2' (choose from auto, eager, flash_"),
+    (["dpo", *RUN, "--attn_implementation", "flash_attn2"], "'flash_attn2' (choose from 'auto', 'eager', 'flash_"),
     (["dpo", *RUN, "--ref_attn_implementation", "spda"], "--ref_attn_implementation: invalid choice: 'spda'"),
-    (["dpo", *CPU, "--dataset_name", "good_folder", "--config", "huge.yaml"], "'huge' (choose from tiny, small)"),
-    (["dpo", *RUN, "--config", "no_file.yaml"], "no_file.yaml, line 1: datasets: there is no file or folder 'x.csv'"),
-    (["dpo", *RUN, "--config", "no_files.yaml"], "there is no file or folder 'a/b/c' here"),
+    (["dpo", *CPU, "--dataset_name", "good_folder", "--config", "huge.yaml"], "'huge' (choose from 'small', 'tiny')"),
+    (["dpo", *RUN, "--config", "no_file.yaml"], "no_file.yaml, line 1: datasets: Unable to find '"),
+    (["dpo", *RUN, "--config", "no_files.yaml"], "no_files.yaml, line 1: datasets: Unable to find '"),
+    (["dpo", *RUN, "--config", "no_folder.yaml"], "line 1: datasets: there is no file or folder './x' here"),
+    (
+        ["dpo", *RUN, "--config", "empty.yaml"],
+        "empty.yaml, line 2: beta: invalid float value: None. Write a value, or",
+    ),
+    (["dpo", *RUN, "--config", "true.yaml"], "true.yaml, line 1: beta: invalid float value: True"),
+    (["dpo", *RUN, "--config", "zero.yaml"], "line 1: per_device_train_batch_size: it must be at least 1, got 0"),
+    (
+        ["dpo", *RUN, "--gradient_accumulation_steps", "-1"],
+        "--gradient_accumulation_steps: it must be at least 1, got -1",
+    ),
+    (["dpo", *RUN, "--prefix_sharing", "maybe"], "invalid choice: 'maybe' (choose from 'auto', 'false', 'true')"),
+    (["sft", *TEXTS, "--config", "cosin.yaml"], "line 1: lr_scheduler_type: invalid choice: 'cosin' (choose from 'co"),
+    (["sft", *TEXTS, "--eval_strategy", "often"], "invalid choice: 'often' (choose from 'epoch', 'no', 'steps')"),
+    (["sft", *TEXTS, "--packing_strategy", "bfs"], "'bfs' (choose from 'bfd', 'bfd_split', 'wrapped')"),
+    (["sft", *TEXTS, "--config", "no.yaml"], "'no', 'steps'). YAML takes `no` for false. Write \"no\" in quotes"),
+    (["dpo", *RUN, "--beta", "--seed", "1"], "--beta needs a value after it"),
+    (["dpo", *RUN, "--num_processes", "two"], "--num_processes: invalid int value: 'two'"),
+    (["dpo", *RUN, "--accelerate_config", "zero33"], "invalid choice: 'zero33' (choose from 'fsdp1', "),
+    (["dpo", *RUN, "--env", "X=1"], "`--env`: only a YAML has it"),
+    (["dpo", *RUN, "--attn_implementation", "flash_attention_2"], "'flash_attention_2' needs a GPU"),
+    (["dpo", *RUN, "--attn_implementation", "flex_attention"], "'flex_attention' needs a GPU"),
+    (["dpo", *TEXTS], "no column 'chosen' and no column 'rejected'; it has ['text']. DPO needs `chosen`"),
+    (["sft", *TEXTS, "--dataset_text_field", "txt"], "no column 'txt'; it has ['text']. SFT needs `txt`"),
+    (["kto", *MODEL, "--config", "texts.yaml"], "no column 'completion' and no column 'label' and no column 'prompt'"),
+    (["dpo", *RUN, "--dataset_train_split", "dev"], "--dataset_name: Bad split: dev. Available splits: ['train']"),
+    (["dpo", *RUN, "--output_dir", "good.jsonl/run"], "`output_dir`: 'good.jsonl/run' cannot be written: '"),
+    (["rloo", *PROMPTS, "--rloo_k", "2"], "--rloo_k (it is `num_generations` now)"),
+    (["dpo", *RUN, "--max_completion_length", "9"], "(it is `max_length` here, of prompt and completion)"),
+    (["dpo", *RUN, "--ref_model_init_kwargs", "{}"], "`model_init_kwargs` also loads the reference model"),
 ]
 """Mistakes that are said before anything that takes seconds is imported."""
 
@@ -90,6 +120,12 @@ def material(tmp_path_factory) -> Path:
     (folder / "list_as_number.yaml").write_text("seed: 1\nper_device_train_batch_size: [8]\n")
     (folder / "a_word.yaml").write_text("reward_funcs: length\n")
     (folder / "no.yaml").write_text("eval_strategy: no\n")
+    (folder / "empty.yaml").write_text("seed: 1\nbeta:\n")
+    (folder / "true.yaml").write_text("beta: true\n")
+    (folder / "zero.yaml").write_text("per_device_train_batch_size: 0\n")
+    (folder / "cosin.yaml").write_text("lr_scheduler_type: cosin\n")
+    (folder / "no_folder.yaml").write_text("datasets: [{path: ./x}]\n")
+    (folder / "texts.yaml").write_text("datasets: [{path: json, data_files: good.jsonl}]\n")
     (folder / "twice.yaml").write_text("seed: 1\nmax_steps: 2\nseed: 2\n")
     (folder / "huge.yaml").write_text("tiny_model: huge\n")
     (folder / "no_file.yaml").write_text("datasets: [{path: csv, data_files: x.csv}]\n")

@@ -29,8 +29,9 @@ def build_bad_data(folder: Path) -> None:
     }  # fmt: skip
     for name, text in lines.items():
         (folder / name).write_text(text)
-    (folder / "good_folder").mkdir()
-    (folder / "good_folder" / "train.jsonl").write_text(TEXT * 12)
+    for name, text in (("good_folder", TEXT), ("pairs_folder", PAIR), ("prompts_folder", '{"prompt": "a"}\n')):
+        (folder / name).mkdir()
+        (folder / name / "train.jsonl").write_text(text * 12)
 
 
 def build_bad_models(folder: Path) -> None:

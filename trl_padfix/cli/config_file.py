@@ -7,19 +7,23 @@ The fields are read from the source of the configurations, because importing the
 from __future__ import annotations
 
 import ast
+import os
 import re
+import sys
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import yaml
 
 from ..field_names import hint
 from ..files import DATA_FILES, refuse_missing
 from ..trainers.resume import checkpoint_to_resume
-from ..versions import newer_trl, require
+from ..versions import installed_version, newer_trl, require
 from . import METHODS
 
 
@@ -37,8 +41,17 @@ OF_COMMAND = {"config", "accelerate_config", "env", "dry_run", "attn_implementat
 BOOLEANS = ["yes", "true", "t", "y", "1", "no", "false", "f", "n", "0"]
 """Strings that the parser of transformers treats as flags."""
 
-NUMBERS = {"int": lambda word: int(word.removesuffix(".0")), "float": float, "bool": BOOLEANS.index}
-"""Readers of the values that are checked, by the types of fields. They raise a `ValueError`."""
+READERS = {"int": lambda word: int(word.removesuffix(".0")), "float": float, "bool": BOOLEANS.index}
+"""Readers of the values that are checked, by the types of fields. They raise a `ValueError`; other types read all."""
+
+OPEN = {"accelerate_config", "attn_implementation", "ref_attn_implementation", "teacher_attn_implementation"}
+"""Fields with choices that also take paths or other values."""
+
+POSITIVE = re.compile("per_device_.*_batch_size|gradient_accumulation_steps|num_processes|max_tokens_per_batch")
+"""Fields that are at least 1."""
+
+IN_YAML = ("bfd-requeue", "float64")
+"""Values that TRL takes in a YAML, although the choices of their fields lack them."""
 
 
 class Given(NamedTuple):
@@ -68,9 +81,9 @@ def read_given(args: Sequence[str]) -> Given:
     """
     if flags := [word for word in args if re.match("-[a-z]", word)]:
         raise ValueError(f"{flags[0]}: a flag begins with two dashes: `-{flags[0]}`.")
-    if not args[0].startswith("-"):
+    if args and not args[0].startswith("-"):
         raise ValueError(f"{args[0]}: a value without a flag. A YAML file is `--config {args[0]}`.")
-    if args[-1] == "--config" or args.count("--config") > 1:
+    if args[-1:] == ["--config"] or args.count("--config") > 1:
         raise ValueError("`--config` needs the path of one YAML file.")
     given = _read_yaml(args[args.index("--config") + 1]) if "--config" in args else Given({}, {})
     for i, word in enumerate(args):
@@ -115,13 +128,16 @@ def check_given(method: str, given: Given) -> str | bool | None:
         check_names(method, given, fields)
     values = {_whole(name, fields): value for name, value in given.values.items()}
     places = {_whole(name, fields): place for name, place in given.places.items()}
+    is_on_cpu = str(values.get("use_cpu")).lower() in BOOLEANS[:5] or "+cpu" in str(installed_version("torch"))
     for name, value in values.items():
-        if value is False and name.endswith("_strategy"):
-            raise ValueError(f'{places[name]}: YAML takes `no` for false. Write "no" in quotes.')
-        _check_value(value, places[name], fields.get(name, []))
-        _check_choice(name, value, places[name])
+        # A name with other characters is a path, a kernel on the Hub, or JSON with a name for each part of a model.
+        is_open = name in OPEN and not re.fullmatch(r"[\w-]+", str(value))
+        _check_value(name, value, places[name], set() if is_open else fields.get(name, set()))
+        if name in OPEN and str(value).startswith(("flash", "flex")) and is_on_cpu:
+            raise ValueError(f"{places[name]}: {value!r} needs a GPU, and this run has none. Write 'sdpa'.")
+    if "--env" in places.values():
+        raise ValueError("`--env`: only a YAML has it (`env: {NAME: VALUE}`). Here write `NAME=VALUE trl-padfix ...`.")
     resume_from = _check_model(values, places)
-    _check_data(values, places)
     if values.get("model_name_or_path") and values.get("tiny_model"):
         raise ValueError("`tiny_model` builds a model and `model_name_or_path` loads one: give only one of them.")
     if not (values.get("model_name_or_path") or values.get("tiny_model")):
@@ -137,24 +153,50 @@ def check_given(method: str, given: Given) -> str | bool | None:
         raise ValueError(
             "no data is given: set `--dataset_name` to a folder or a Hub id, or `datasets` in a YAML (`--config`)."
         )
+    _check_data(method, values, places)
     return resume_from
 
 
-def declared_fields(method: str) -> dict[str, list[ast.AnnAssign]]:
+def declared_fields(method: str) -> dict[str, set[str]]:
     """
-    The fields of a method and the flags of `accelerate launch`, with their declarations.
+    The fields of a method and the flags of `accelerate launch`, with the names of their types and quoted choices.
 
     A few belong to other classes in the same files: the parser of the method's script finds these later.
     """
-    fields: dict[str, list[ast.AnnAssign]] = {name: [] for name in of_command(method)}
+    fields: dict[str, set[str]] = {name: set() for name in of_command(method)}
+    fields |= {"tiny_model": {"None", *map(repr, TINY_MODELS)}} if method in TINY else {}
+    enums = _enums()
     files = [file for file in _config_files(method) if file.is_file()]
     for node in (node for file in files for node in ast.walk(ast.parse(file.read_text("utf-8")))):
         if isinstance(node, ast.AnnAssign):
-            fields.setdefault(ast.unparse(node.target), []).append(node)
+            fields.setdefault(ast.unparse(node.target), set()).update(_types(node, enums))
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".add_argument"):
+            types = {ast.unparse(k.value) for k in node.keywords if k.arg == "type"} & {"int", "float"}
             for flag in (str(arg.value) for arg in node.args if isinstance(arg, ast.Constant)):
-                fields.setdefault(name_of(flag), [])
+                fields.setdefault(name_of(flag), set()).update(types)
+    source = (_folder("transformers") / "modeling_utils.py").read_text("utf-8")
+    attentions = {*map(repr, re.findall(r'"(\w+)": \w+_attention\w*_forward', source))}
+    # None: a later transformers registers them elsewhere.
+    fields |= dict.fromkeys(OPEN & fields.keys(), attentions | {"'auto'", "'eager'", "None"} if attentions else set())
+    fields["accelerate_config"] = {repr(file.stem) for file in (_folder("trl") / "accelerate_configs").glob("*.yaml")}
     return fields
+
+
+def _enums() -> dict[str, set[str]]:
+    """Quoted choices by the name of a type: of our `prefix_sharing`, and of the enumerations of transformers."""
+    files = (_folder("transformers") / name for name in ("trainer_utils.py", "training_args.py"))
+    source = "".join(file.read_text("utf-8") for file in files)
+    found = re.findall(r"^class (\w+)\(ExplicitEnum\):\n(.*?)^\S", source, re.DOTALL | re.MULTILINE)
+    enums = {name: {*map(repr, re.findall(r'^    \w+ = "(\w+)"', body, re.MULTILINE))} for name, body in found}
+    return enums | {"Sharing": {"bool", "'true'", "'false'", "'auto'"}}
+
+
+def _types(node: ast.AnnAssign, enums: dict[str, set[str]]) -> set[str]:
+    """The names of the types of a field; its quoted choices in their place if it has choices."""
+    types = {*re.findall(r"\w+", ast.unparse(node.annotation))}
+    listed = re.search(r"'choices': (\[[^]]*\])", ast.unparse(node))
+    choices = {*re.findall("'[^']+'", listed[1])} if listed else set().union(*(enums.get(name, ()) for name in types))
+    return types & {"None"} | choices if choices else types - {"Optional", "Union"}
 
 
 def _config_files(method: str) -> list[Path]:
@@ -194,29 +236,29 @@ def _whole(name: str, known: Iterable[str]) -> str:
     return longer[0] if len(longer) == 1 else name
 
 
-def _check_value(value: Any, place: str, declared: list[ast.AnnAssign]) -> None:
-    """Raise a `ValueError` for a flag without its value, and for a word where the source declares a number."""
-    types = {kind for node in declared for kind in ast.unparse(node.annotation).split(" | ")} - {"None"}
-    if value is True and place.startswith("--") and types == {"str"}:
+def _check_value(name: str, value: Any, place: str, types: set[str]) -> None:
+    """Raise a `ValueError` for a value that is of none of the types of its field, and for a flag without its value."""
+    if value is True and place.startswith("--") and types and "bool" not in types:
         raise ValueError(f"{place} needs a value after it.")
-    for kind in NUMBERS.keys() & types if len(types) == 1 and value not in (None, True, False) else ():
-        try:
-            NUMBERS[kind](str(value).lower())
-        except ValueError:
-            null = " Write `null` for no value." if value in ("None", "none") else ""
-            raise ValueError(f"{place}: invalid {kind} value: {value!r}.{null}") from None
+    if types and not any(_is(value, name) for name in types) and value not in IN_YAML:
+        listed = ", ".join(sorted(types - {"None"})).replace("', bool", "'")
+        problem = f"choice: {value!r} (choose from {listed})" if "'" in listed else f"{listed} value: {value!r}"
+        remedy = ' YAML takes `no` for false. Write "no" in quotes.' if value is False and "'no'" in types else ""
+        if value in (None, "None", "none"):
+            remedy = " Write `null` for no value." if "None" in types else " Write a value, or leave the field out."
+        raise ValueError(f"{place}: invalid {problem}.{remedy}")
+    if POSITIVE.fullmatch(name) and value is not None and float(value) < 1:
+        raise ValueError(f"{place}: it must be at least 1, got {value}.")
 
 
-def _check_choice(name: str, value: Any, place: str) -> None:
-    """Raise a `ValueError` for a tiny model or an attention that there is not."""
-    choices: Sequence[str] = TINY_MODELS if name == "tiny_model" else ()
-    # A name with other characters is a kernel on the Hub, or JSON with a name for each part of the model.
-    if name.endswith("attn_implementation") and re.fullmatch(r"[\w-]+", str(value)):
-        source = (_folder("transformers") / "modeling_utils.py").read_text("utf-8")
-        known = re.findall(r'"(\w+)": \w+_attention\w*_forward', source)
-        choices = ["auto", "eager", *known] if known else ()  # none: a later transformers registers them elsewhere
-    if choices and value is not None and value not in choices:
-        raise ValueError(f"{place}: invalid choice: {value!r} (choose from {', '.join(choices)}).")
+def _is(value: Any, name: str) -> bool:
+    """Whether a value of a flag or a YAML is of a type, or is a quoted choice."""
+    if value is None or name == "None" or "'" in name:
+        return name in ("None", repr(str(value))) and (value is None) == (name == "None")
+    with suppress(ValueError):
+        READERS.get(name, str)(str(value).lower())
+        return True
+    return False
 
 
 def _folder(package: str) -> Path:
@@ -234,7 +276,10 @@ def _check_model(values: dict[str, Any], places: dict[str, str]) -> str | bool |
     model = Path(values.get("model_name_or_path") or "nowhere")
     if model.is_dir() and not any((model / name).exists() for name in ("config.json", "adapter_config.json")):
         raise ValueError(f"`model_name_or_path`: the folder {str(model)!r} has no config.json, so it is no model.")
-    output_dir = values.get("output_dir") or "trainer_output"
+    output_dir = str(values.get("output_dir") or "trainer_output")
+    there = next(path for path in (Path(output_dir), *Path(output_dir).absolute().parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise ValueError(f"`output_dir`: {output_dir!r} cannot be written: {str(there)!r} is a file or read-only.")
     resume_from = checkpoint_to_resume(values.get("resume_from_checkpoint"), output_dir)
     if isinstance(resume_from, str) and not (Path(resume_from) / "trainer_state.json").is_file():
         states = sorted(Path(output_dir).glob("checkpoint-*/trainer_state.json"))
@@ -243,21 +288,31 @@ def _check_model(values: dict[str, Any], places: dict[str, str]) -> str | bool |
     return resume_from
 
 
-def _check_data(values: dict[str, Any], places: dict[str, str]) -> None:
-    """Raise an error for a file as a dataset, and for local data that are not there."""
-    if name := values.get("dataset_name"):
-        refuse_missing(name, places["dataset_name"])
-        # TRL passes the name to `load_dataset`, which takes the name of a file for a Hub id.
-        if builder := DATA_FILES.get(Path(name).suffix):
-            raise ValueError(
-                f"`dataset_name`: {name!r} is a file. Give a folder or a Hub id; in a YAML (`--config`) a file is "
-                f"`datasets: [{{path: {builder}, data_files: {name}}}]`."
-            )
-    datasets = values.get("datasets")
-    for entry in [entry for entry in datasets if isinstance(entry, dict)] if isinstance(datasets, list) else ():
-        # The files of a builder are looked up here, and others in the folder or the repository `path`.
-        is_here = entry.get("path") in DATA_FILES.values() and "data_dir" not in entry
-        files = entry.get("data_files") if is_here else None
-        for name in [entry.get("path"), *([files] if isinstance(files, str) else files or ())]:
-            if isinstance(name, str) and not re.search(r"[*?[{]|://", name):
-                refuse_missing(name, places["datasets"])
+def _check_data(method: str, values: dict[str, Any], places: dict[str, str]) -> None:
+    """Raise an error for data on this machine that are not there, and for those without the columns of a method."""
+    from datasets import load_dataset
+
+    from ..trainers.data.columns import column_names, needed_columns, require_columns
+
+    place = places.get("datasets") or places["dataset_name"]
+    # TRL passes the name to `load_dataset`, which takes the name of a file for a Hub id.
+    name = values.get("dataset_name")
+    if name and (builder := DATA_FILES.get(Path(name).suffix)) and Path(name).exists():
+        raise ValueError(
+            f"`dataset_name`: {name!r} is a file. Give a folder or a Hub id; in a YAML (`--config`) a file is "
+            f"`datasets: [{{path: {builder}, data_files: {name}}}]`."
+        )
+    alone = {"path": name, "name": values.get("dataset_config"), "split": values.get("dataset_train_split")}
+    for entry in (entry for entry in values.get("datasets") or [alone] if isinstance(entry, dict)):
+        refuse_missing(path := str(entry.get("path")), place)
+        # `env` may set another cache, and `datasets` reads the environment at import.
+        is_here = (path in DATA_FILES.values() or Path(path).is_dir()) and "://" not in str(entry)
+        if is_here and "env" not in values:
+            given = {key: value for key, value in entry.items() if value and key not in ("columns", "fraction")}
+            try:
+                with patch("datasets.config.TORCH_AVAILABLE", "torch" in sys.modules):  # else a stream imports torch
+                    rows = load_dataset(**{"split": "train"} | given, streaming=True)
+            except (FileNotFoundError, ValueError) as error:
+                raise ValueError(f"{place}: {error}") from error
+            columns = {*(entry.get("columns") or column_names(rows))}
+            require_columns(columns, "train", *needed_columns(method, values.get("dataset_text_field") or "text"))

@@ -82,11 +82,6 @@ def parse(method: str, args: Sequence[str]) -> tuple[list[Any], Namespace]:
     Raises:
         ValueError: For unknown flags and keys, and for invalid values.
     """
-    if not args:
-        raise ValueError(
-            f"model and data are missing. Run `trl-padfix {method} --config FILE.yaml` (`recipes/` has examples), or "
-            "set at least `--model_name_or_path` and `--dataset_name`."
-        )
     # TRL's parser looks for `--config` as a word of its own.
     args = [part for word in args for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
     given = read_given(args)
@@ -144,14 +139,16 @@ def main(method: str, args: Sequence[str]) -> None:
             if not end.args[0]:
                 sys.exit(1)
         except KeyError as error:
-            field = next((f for f in ("train", "test") if error.args == (vars(script)[f"dataset_{f}_split"],)), None)
-            if field is None:
-                raise
-            raise ValueError(
-                f"the data has no split {error}, which `dataset_{field}_split` names. It has "
-                + f"{', '.join(_load(script, data))}."
-                + " `datasets` loads one split: set `test_split_size`." * bool(data.datasets and field == "test")
-            ) from error
+            for field in ("train", "test"):
+                if error.args == (vars(script)[f"dataset_{field}_split"],):
+                    remedy = (
+                        " `datasets` loads one split: set `test_split_size`."
+                        if data.datasets and field == "test"
+                        else ""
+                    )
+                    names = f"which `dataset_{field}_split` names. It has {', '.join(_load(script, data))}.{remedy}"
+                    raise ValueError(f"the data has no split {error}, {names}") from error
+            raise
 
 
 def _load(script: Any, data: Any) -> Any:

@@ -14,7 +14,7 @@ import torch
 from datasets import Dataset
 
 from .checks.user_code import why_padded
-from .data.columns import require_columns
+from .data.columns import column_names, require_columns
 
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class Task:
     def require_columns(cls, dataset: Dataset | IterableDataset, dataset_name: str, config: Any) -> None:
         """Raise a `ValueError` if a dataset lacks columns of the task."""
         if cls.columns:
-            require_columns(dataset, dataset_name, cls.columns, cls.needs)
+            require_columns(column_names(dataset), dataset_name, cls.columns, cls.needs)
 
     def on_attached(self) -> None:
         """Raise errors that need both TRL's prepared data and the models with padding removed."""

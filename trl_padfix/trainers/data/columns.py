@@ -11,7 +11,28 @@ import pyarrow.compute as pc
 from datasets import Dataset, IterableDataset
 
 
-__all__ = ["column_names", "lists", "require_columns"]
+__all__ = ["column_names", "lists", "needed_columns", "require_columns"]
+
+
+def needed_columns(method: str, text_column: str = "text") -> tuple[list[set[str]], str]:
+    """
+    Sets of columns, of which the data of a training command must have one; and what needs them, for an error.
+
+    A command checks local data before it imports torch, and so before any trainer.
+    """
+    pairs, prompted = {"chosen", "rejected"}, "`chosen` and `rejected` (and `prompt`, unless both begin with it)"
+    if method == "dpo":
+        return [pairs], f"DPO needs {prompted}"
+    if method == "reward":
+        tokenized = [{"chosen_ids", "rejected_ids"}, {"chosen_input_ids", "rejected_input_ids"}]
+        return [pairs, *tokenized], f"A reward model needs {prompted}"
+    if method == "kto":
+        needs = "KTO needs `prompt`, `completion` and `label`, or pairs with `chosen` and `rejected`"
+        return [{"prompt", "completion", "label"}, pairs], needs
+    if method == "sft":
+        needs = f"SFT needs `{text_column}`, `messages`, `prompt` and `completion`, or `input_ids`"
+        return [{text_column}, {"messages"}, {"conversations"}, {"prompt", "completion"}, {"input_ids"}], needs
+    return [{"prompt"}], "Completions are generated from `prompt`"
 
 
 def column_names(dataset: Dataset | IterableDataset) -> set[str]:
@@ -41,11 +62,8 @@ def _batches(dataset: Dataset, column: str) -> Iterator[pa.ChunkedArray]:
         yield table[column]
 
 
-def require_columns(
-    dataset: Dataset | IterableDataset, dataset_name: str, alternatives: list[set[str]], needs: str
-) -> None:
-    """Raise a `ValueError` if a dataset lacks a column of each of the `alternatives`. The error names the first."""
-    columns = column_names(dataset)
+def require_columns(columns: set[str], dataset_name: str, alternatives: list[set[str]], needs: str) -> None:
+    """Raise a `ValueError` if `columns` lack one of each of the `alternatives`. The error names the first."""
     if columns and all(alternative - columns for alternative in alternatives):
         missing = sorted(alternatives[0] - columns)
         raise ValueError(

@@ -10,6 +10,7 @@ import trl.trainer.dpo_trainer as trl_dpo
 
 from ..base import PaddingFreeMixin
 from ..data.collators import DataCollatorForPreference, DataCollatorForVisionPreference
+from ..data.columns import needed_columns
 from ..task import PairTask
 
 
@@ -19,8 +20,7 @@ __all__ = ["DPOTrainer"]
 class DPOTask(PairTask):
     """Rows are pairs of completions."""
 
-    columns = [{"chosen", "rejected"}]
-    needs = "DPO needs `chosen` and `rejected` (and `prompt`, unless both begin with it)"
+    columns, needs = needed_columns("dpo")
     generates_rows = False
     collators = {
         trl_dpo.DataCollatorForPreference: DataCollatorForPreference,

@@ -15,6 +15,7 @@ from accelerate.utils import reduce
 from ...core.context import temporarily_set, within
 from ..base import PaddingFreeMixin
 from ..data.collators import SidedCollator, to_padding_side_with_kl
+from ..data.columns import needed_columns
 from ..task import Task
 
 
@@ -74,8 +75,7 @@ class DataCollatorForVisionUnpairedPreference(SidedCollator, trl_kto.DataCollato
 class KTOTask(Task):
     """Rows are completions with a label; the KL term has rows with completions of other prompts."""
 
-    columns = [{"prompt", "completion", "label"}, {"chosen", "rejected"}]
-    needs = "KTO needs `prompt`, `completion` and `label`, or pairs with `chosen` and `rejected`"
+    columns, needs = needed_columns("kto")
     generates_rows = False
     collators = {
         trl_kto.DataCollatorForUnpairedPreference: DataCollatorForUnpairedPreference,

@@ -12,7 +12,7 @@ from datasets import Dataset
 from ...core.anatomy import find_pretrained
 from ..base import PaddingFreeMixin
 from ..data.collators import DataCollatorForReward
-from ..data.columns import lists
+from ..data.columns import lists, needed_columns
 from ..distributed import datasets_of
 from ..task import PairTask
 
@@ -27,8 +27,7 @@ __all__ = ["RewardTrainer"]
 class RewardTask(PairTask):
     """Rows are pairs of sequences; the model gives each sequence a score."""
 
-    columns = [{"chosen", "rejected"}, {"chosen_ids", "rejected_ids"}, {"chosen_input_ids", "rejected_input_ids"}]
-    needs = "A reward model needs `chosen` and `rejected` (and `prompt`, unless both begin with it)"
+    columns, needs = needed_columns("reward")
     generates_rows = False
     collators = {trl_reward.DataCollatorForPreference: DataCollatorForReward}
     sequences = (("chosen_ids",), ("rejected_ids",))

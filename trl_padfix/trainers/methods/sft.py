@@ -19,7 +19,7 @@ from ..data.collators import (
     SidedCollator,
     pad_right,
 )
-from ..data.columns import require_columns
+from ..data.columns import column_names, needed_columns, require_columns
 from ..data.turns import expand_datasets
 from ..settings import Settings
 from ..task import Task
@@ -53,13 +53,7 @@ class SFTTask(Task):
 
     @classmethod
     def require_columns(cls, dataset: Dataset | IterableDataset, dataset_name: str, config: TrainingArguments) -> None:
-        text_column = config.dataset_text_field
-        require_columns(
-            dataset,
-            dataset_name,
-            [{text_column}, {"messages"}, {"conversations"}, {"prompt", "completion"}, {"input_ids"}],
-            f"SFT needs `{text_column}`, `messages`, `prompt` and `completion`, or `input_ids`",
-        )
+        require_columns(column_names(dataset), dataset_name, *needed_columns("sft", config.dataset_text_field))
 
     def packs_rows(self) -> bool:
         collator, args = self.trainer.data_collator, self.trainer.args
