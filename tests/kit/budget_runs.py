@@ -28,7 +28,7 @@ from zoo import models
 
 import trl_padfix
 from trl_padfix.core.layout import shared_prefixes
-from trl_padfix.trainers.batching.prefix_schedule import ChunkRunner
+from trl_padfix.trainers.batching.part_runner import PartRunner
 
 
 ROWS, GLOBAL_BATCH, STEPS = 40, 8, 3
@@ -101,10 +101,10 @@ class Split(NamedTuple):
 
 def train_split(trainer: Any) -> Split:
     chunks: list[int] = []
-    check = ChunkRunner.check
+    check = PartRunner.check
 
-    def checked(runner: ChunkRunner) -> None:
-        chunks.append(runner.count)
+    def checked(runner: PartRunner) -> None:
+        chunks.append(len(runner.parts.rows))
         check(runner)
 
     forwards: list[int] = []
@@ -116,7 +116,7 @@ def train_split(trainer: Any) -> Split:
 
     layer.register_forward_pre_hook(count, with_kwargs=True)
     accept_hooks(trainer.model)
-    with patch.object(ChunkRunner, "check", checked):
+    with patch.object(PartRunner, "check", checked):
         return Split(figures_of(trainer), forwards, chunks, trainer)
 
 

@@ -19,15 +19,15 @@ from trl_padfix.core.call import layout_of as batches
 def count_prefixes() -> dict[str, int]:
     """Count the shared prefixes of all steps from now on."""
     from trl_padfix.core.layout import shared_prefixes
-    from trl_padfix.trainers.batching.prefix_schedule import ChunkRunner
+    from trl_padfix.trainers.batching.part_runner import PartRunner
 
-    shared_prefixes.MIN_SAVED_TOKENS, found, check = 1, {"prefixes": 0}, ChunkRunner.check
+    shared_prefixes.MIN_SAVED_TOKENS, found, check = 1, {"prefixes": 0}, PartRunner.check
 
     def checked(runner):
-        found["prefixes"] += len(runner.plan.prefixes) if runner.plan else 0
+        found["prefixes"] += len(runner.parts.plan.prefixes) if runner.parts.plan else 0
         check(runner)
 
-    ChunkRunner.check = checked
+    PartRunner.check = checked
     return found
 
 

@@ -220,10 +220,10 @@ FAULTS = {
     "trainers/batching/merged_output.py": [
         ("torch.cat(list(rows)).argsort()",
          "torch.cat(list(rows))",
-         "outputs of sub-batches come in the inverse order", "trainers/test_sub_batches.py"),
+         "outputs of sub-batches come in the inverse order", "trainers/test_part_runner.py"),
         ("else labels[:, 1:]",
          "else labels",
-         "a label of the first column counts in a mean over labels", "trainers/test_sub_batches.py"),
+         "a label of the first column counts in a mean over labels", "trainers/test_part_runner.py"),
     ],
     "trainers/batching/token_budget.py": [
         ("return compute(*args, **kwargs) * weight",

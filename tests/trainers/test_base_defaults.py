@@ -25,8 +25,7 @@ from trl_padfix.core.call.calls import PackedCall
 from trl_padfix.core.call.prefix_states import ForwardStates, PrefixStates
 from trl_padfix.core.layout.layout import Layout
 from trl_padfix.core.model.patching import ForwardPatch
-from trl_padfix.trainers.batching.prefix_schedule import ChunkRunner
-from trl_padfix.trainers.batching.sub_batches import SubBatches
+from trl_padfix.trainers.batching.part_runner import PartRunner
 
 
 KINDS = ["SFT", "DPO", "Reward", "KTO", "GRPO", "RLOO", "Distillation"]
@@ -44,7 +43,7 @@ STEPS = 2
 class Kept(TrainerCallback):
     """What a step has left behind: objects of its forwards that are alive before the optimizer's step."""
 
-    kinds = (ChunkRunner, SubBatches, PackedCall, PrefixStates, ForwardStates, Layout)
+    kinds = (PartRunner, PackedCall, PrefixStates, ForwardStates, Layout)
 
     def __init__(self):
         self.found, self.of_other_tests = [], self.alive()

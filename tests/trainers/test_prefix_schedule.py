@@ -12,6 +12,7 @@ from kit.observe import entered_tokens
 from kit.tolerance import assert_close
 from peft import LoraConfig, get_peft_model
 from simulated_gpu.flash_stand_in import flash_attention_stand_in
+from torch.utils._pytree import tree_leaves
 from zoo.families import build as build_family
 from zoo.model_numbers import assert_same_gradients, gradients
 from zoo.models import SUPPORTED, batch, build
@@ -24,10 +25,11 @@ from trl_padfix.core.errors import PaddingRemovalError
 from trl_padfix.core.layout import shared_prefixes as planning
 from trl_padfix.core.layout.build import prefix_sharing_layout
 from trl_padfix.core.remove import attach_runner_patch
-from trl_padfix.trainers.batching import sub_batches
+from trl_padfix.trainers.batching import prefix_schedule
 from trl_padfix.trainers.batching.bin_packing import RowSplitter
-from trl_padfix.trainers.batching.prefix_schedule import ChunkRunner, PrefixSchedule, sharing_obstacle
-from trl_padfix.trainers.batching.sub_batches import SubBatches
+from trl_padfix.trainers.batching.part_runner import PartRunner
+from trl_padfix.trainers.batching.prefix_schedule import PrefixSchedule, sharing_obstacle
+from trl_padfix.trainers.data.batch_rows import BatchParts
 
 
 PARTS = {
@@ -80,7 +82,9 @@ def planned(model, ids, mask, parts, budget=ENOUGH, gather=None, with_head=False
     batches = [(ids[part], mask[part]) for part in parts]
     with remove_padding(model, prefix_sharing=True), attach_runner_patch(model):
         plan = planning.plan_shared_prefixes(batches, budget, gather)
-        runner = ChunkRunner(len(batches), plan, with_head)
+        rows = [torch.tensor(part) for part in parts]
+        split = BatchParts(rows, [slice(None)] * len(rows), len(ids), 1, None, plan)
+        runner = PartRunner(RowSplitter, parts=split, with_head=with_head)
         with within(runner=runner):
             yield runner, batches
 
@@ -95,7 +99,7 @@ def in_chunks(model, *args, **given):
             runner.start(i, ids, mask)
             score(model, ids, mask).sum().backward()
         runner.check()
-    again = sum(prefix.tokens for prefix in runner.plan.prefixes.values() if prefix.recompute)
+    again = sum(prefix.tokens for prefix in runner.parts.plan.prefixes.values() if prefix.recompute)
     return take_gradients(model), entered, again
 
 
@@ -166,7 +170,7 @@ def test_a_prefix_that_runs_through_the_head_has_no_load_balancing_loss(name, bu
 def in_one_forward(model, ids, mask, budget, across=True):
     """A loss that compares rows, whose forward is computed in sub-batches."""
     with remove_padding(model, prefix_sharing=True), attach_runner_patch(model), entered_tokens(model) as entered:
-        with within(runner=SubBatches(partial(RowSplitter, budget, True, across))):
+        with within(runner=PartRunner(partial(RowSplitter, budget, True, across))):
             of_row = score(model, ids, mask, with_experts=True)
         (of_row.sort().values * torch.arange(float(len(ids)))).sum().backward()
     return of_row.detach(), take_gradients(model), sum(entered)
@@ -253,8 +257,8 @@ def test_schedules_without_gradients_keep_plain_states_while_they_are_needed():
             for i, part in enumerate(parts):
                 runner.start(i, *batches[i])
                 assert_close(score(model, *batches[i]), expected[part], terms=64, depth=24, size=LOGITS)
-                ((schedule,),) = runner.schedules.values()
-                alive = {n for n, t in runner.plan.prefixes.items() if t.first_user <= i <= t.last_user}
+                ((schedule,),) = runner._schedules.values()
+                alive = {n for n, t in runner.parts.plan.prefixes.items() if t.first_user <= i <= t.last_user}
                 assert schedule.states.keys() == alive
                 states = [x for n in alive for xs in schedule.states[n].values() for x in xs]
                 assert not any(x.requires_grad for x in states)
@@ -265,7 +269,7 @@ def test_sub_batches_without_gradients_free_a_prefix_after_its_last_user(monkeyp
     families = torch.randint(model.config.vocab_size, (4, 1, 12)).expand(4, 2, 12)
     ids = torch.cat([families, torch.randint(model.config.vocab_size, (4, 2, 4))], dim=2).flatten(0, 1)
     mask = torch.ones_like(ids)
-    run, kept, alive = sub_batches._ModelForward._prefix_states, [], []
+    run, kept, alive = prefix_schedule._run_prefix_forward, [], []
 
     def recorded(*args):
         states = run(*args)
@@ -273,13 +277,27 @@ def test_sub_batches_without_gradients_free_a_prefix_after_its_last_user(monkeyp
         alive.append(sum(reference() is not None for reference in kept))
         return states
 
-    monkeypatch.setattr(sub_batches._ModelForward, "_prefix_states", recorded)
+    monkeypatch.setattr(prefix_schedule, "_run_prefix_forward", recorded)
     splitter = partial(RowSplitter, 18, True, shares_across=True)
     sharing = remove_padding(model, prefix_sharing=True)
-    with torch.no_grad(), sharing, attach_runner_patch(model), within(runner=SubBatches(splitter)):
+    with torch.no_grad(), sharing, attach_runner_patch(model), within(runner=PartRunner(splitter)):
         score(model, ids, mask)
     assert len(kept) == 4
     assert max(alive) <= 2
+
+
+def test_recomputed_forwards_name_their_device(monkeypatch):
+    """A checkpoint restores the random states of the devices of its arguments only: else a GPU draws other dropout."""
+    run, have_tensors = prefix_schedule.checkpoint, []
+
+    def recorded(function, *args, **kwargs):
+        have_tensors.append(any(isinstance(x, torch.Tensor) for x in tree_leaves(args)))
+        return run(function, *args, **kwargs)
+
+    monkeypatch.setattr(prefix_schedule, "checkpoint", recorded)
+    in_one_forward(build("qwen2").train(), *batch("right"), 14)
+    assert len(have_tensors) > 3
+    assert all(have_tensors)
 
 
 def test_a_chunk_without_its_forward_is_an_error():
@@ -375,6 +393,6 @@ def test_sub_batches_share_nothing_with_each_other_if_a_row_has_masked_tokens_be
         with handle.disabled():
             score(model, ids, mask).sum().backward()
         padded = take_gradients(model)
-        with within(runner=SubBatches(splitter)):
+        with within(runner=PartRunner(splitter)):
             score(model, ids, mask).sum().backward()
     assert_same_gradients(take_gradients(model), padded)

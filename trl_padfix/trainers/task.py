@@ -133,9 +133,7 @@ class Task:
         """
         return None
 
-    def around_chunks(
-        self, inputs: dict[str, Any], sub_batches: Any
-    ) -> contextlib.AbstractContextManager[dict[str, Any]]:
+    def around_chunks(self, inputs: dict[str, Any]) -> contextlib.AbstractContextManager[dict[str, Any]]:
         """A block around the losses of the chunks of `inputs`; returns the batch that they are cut from."""
         return contextlib.nullcontext(inputs)
 

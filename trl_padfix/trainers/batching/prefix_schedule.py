@@ -11,21 +11,17 @@ together with its own graph. Each model (policy, reference) has a schedule of it
 from __future__ import annotations
 
 import contextlib
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import get_device_states, set_device_states
+from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
 
-from ...core.anatomy import find_decoder
 from ...core.call.batch_cache import BatchVersion, PlannedLayout, cache_of_call
 from ...core.call.prefix_states import ForwardStates, PrefixStates, detached_leaf
 from ...core.context import within
-from ...core.errors import PaddingRemovalError
 from ...core.handle import PaddingRemoval
 from ...core.layout.shared_prefixes import PrefixedLayout, PrefixPlan
 from ...core.mixers.mixers import DIRECT, FORKED
@@ -35,12 +31,12 @@ from ..messages import say
 
 
 __all__ = [
-    "ChunkRunner", "PrefixSchedule", "can_read_prefixes", "run_prefix_forward", "shares_across_parts",
-    "sharing_obstacle", "with_prefix_states",
+    "PrefixSchedule", "can_read_prefixes", "reading_prefixes", "recomputed", "shares_across_parts",
+    "sharing_obstacle",
 ]  # fmt: skip
 
-RunPrefix = Callable[[PrefixedLayout, list[ForwardStates]], ForwardStates]
-"""Runs a prefix forward with a layout after given states, on the ids and mask of the running part."""
+RunPrefix = Callable[[dict[str, Any], PrefixedLayout, list[ForwardStates]], ForwardStates]
+"""Runs a prefix forward on the arguments of the running part, with a layout after given states."""
 
 
 class PrefixSchedule:
@@ -52,7 +48,7 @@ class PrefixSchedule:
             Layouts of the parts and of the prefixes that they share.
         detaches (`bool`):
             Whether each part has a backward before the next one. Otherwise parts read the states as they were
-            recorded.
+            recorded, and a backward recomputes them, as it does the parts.
     """
 
     def __init__(self, plan: PrefixPlan, detaches: bool):
@@ -61,50 +57,61 @@ class PrefixSchedule:
         self.graph_states: dict[int, ForwardStates] = {}  # if it detaches: the originals of the leaves
         self._rng_states: dict[int, Any] = {}  # of prefixes that will be recomputed
 
-    def next_part(self, run: RunPrefix) -> PrefixedLayout:
+    def next_part(self, forward: Callable[..., Any], call: dict[str, Any], **head_arguments: Any) -> PrefixedLayout:
         """
-        Advance to the next part: `run` the prefix forwards that it needs, and return its layout with the prefix
-        states. The states of prefixes that no later part needs are freed.
+        Advance to the next part: run the prefix forwards that it needs, and return its layout with the prefix states.
+        The states of prefixes that no later part needs are freed.
+
+        Args:
+            forward (`Callable`):
+                A decoder, which computes the prefixes; with `head_arguments` its model.
+            call (`dict`):
+                Keyword arguments of the model for the part: ids, mask, and the requested outputs.
+            **head_arguments:
+                `logits_to_keep`, where the head must run too.
         """
         self.index += 1
+        run = partial(_run_prefix_forward, forward, head_arguments)
         for n, prefix in self.plan.prefixes.items():
             if prefix.last_user < self.index:
                 self.graph_states.pop(n, None)
                 self.states.pop(n, None)
             if prefix.first_user == self.index:
-                self._run_first(n, run)
+                self._run_first(n, run, call)
             if prefix.last_user == self.index and prefix.recompute and self.detaches:
-                self._run_again(n, run)
+                self._run_again(n, run, call)
         layout = self.plan.layouts[self.index]
         states = [self._states_for(n, self.index) for n in layout.prefixes]
         return replace(layout, prefix_states=PrefixStates(states, None, self._pending_backward()))
 
-    def _run_first(self, n: int, run: RunPrefix) -> None:
+    def _run_first(self, n: int, run: RunPrefix, call: dict[str, Any]) -> None:
         if not self.detaches:
-            self.states[n] = self._run_prefix(n, run)
+            # `call` names the devices, whose random states the recomputation needs.
+            self.states[n] = recomputed(partial(_run_in_float32, run), call, *self._prefix(n))
             return
         if (prefix := self.plan.prefixes[n]).recompute:
             # `real_index` names the device.
             self._rng_states[n] = torch.get_rng_state(), get_device_states(prefix.layouts[self.index].real_index)
             with torch.no_grad():
-                states = self._run_prefix(n, run)
+                states = run(call, *self._prefix(n))
             torch.clear_autocast_cache()  # else the part gets weights that were cast without a graph (pytorch#112583)
         else:
-            states = self.graph_states[n] = self._run_prefix(n, run)
+            states = self.graph_states[n] = run(call, *self._prefix(n))
         self.states[n] = states.map(detached_leaf)
 
-    def _run_again(self, n: int, run: RunPrefix) -> None:
+    def _run_again(self, n: int, run: RunPrefix, call: dict[str, Any]) -> None:
         """Compute a prefix with its graph, which the first forward did not keep, and with the dropout of the first."""
         on_host, on_device = self._rng_states.pop(n)
         with torch.random.fork_rng(devices=on_device[0]):
             torch.set_rng_state(on_host)
             set_device_states(*on_device)
-            self.graph_states[n] = self._run_prefix(n, run)
+            self.graph_states[n] = run(call, *self._prefix(n))
 
-    def _run_prefix(self, n: int, run: RunPrefix) -> ForwardStates:
+    def _prefix(self, n: int) -> tuple[PrefixedLayout, list[ForwardStates]]:
+        """The layout of a prefix in the running part, and the states of the prefixes that it continues."""
         prefix = self.plan.prefixes[n]
         layout = prefix.layouts[self.index]
-        return run(layout, [self._states_for(m, prefix.last_user) for m in layout.prefixes])
+        return layout, [self._states_for(m, prefix.last_user) for m in layout.prefixes]
 
     def _states_for(self, n: int, end: int) -> ForwardStates:
         """States of a prefix, for a forward whose backward runs together with the backward of part `end`."""
@@ -126,88 +133,9 @@ class PrefixSchedule:
         ]
 
 
-class ChunkRunner:
-    """
-    Runs the forwards of the chunks of a batch; the backward of a chunk comes before the next forward.
-
-    Args:
-        count (`int`):
-            Number of chunks.
-        plan ([`PrefixPlan`], *optional*):
-            Their shared prefixes; `None` if they share none.
-        with_head (`bool`, *optional*, defaults to `False`):
-            Whether prefixes run through the whole model, not only its decoder: FSDP2 gathers a head with the last
-            norm.
-    """
-
-    def __init__(self, count: int, plan: PrefixPlan | None = None, with_head: bool = False):
-        self.count, self.plan, self.with_head = count, plan, with_head
-        self.index, self.inputs = 0, BatchVersion.of(torch.empty(0), None)
-        self.schedules: defaultdict[Any, list[PrefixSchedule]] = defaultdict(list)
-
-    def start(self, index: int, ids: torch.Tensor, mask: torch.Tensor | None) -> None:
-        """Set the running chunk, with its ids and mask."""
-        self.index = index
-        self.set_inputs(ids, mask)
-
-    def set_inputs(self, ids: torch.Tensor, mask: torch.Tensor | None) -> None:
-        """
-        Set ids and mask of the running chunk; a call of a model with these very tensors runs it.
-
-        A loss may concatenate them again, from prompts and completions, into tensors of the same shape.
-        """
-        if self.plan is not None and tuple(ids.shape) == self.plan.layouts[self.index].batch_shape:
-            self.inputs = BatchVersion.of(ids, mask)
-
-    def run(self, model: torch.nn.Module, forward: Callable[..., Any], call: dict[str, Any]) -> Any:
-        """The output of `forward` for the running chunk; it reads the prefix states if it can."""
-        layout = self._next_layout(model, forward, call)
-        with contextlib.nullcontext() if layout is None else with_prefix_states(call, layout):
-            return forward(**call)
-
-    def leave(self, model: torch.nn.Module, call: dict[str, Any], reason: str) -> None:
-        """Do nothing: a chunk is within the budget, even if its forward is not packed."""
-
-    def _next_layout(
-        self, model: torch.nn.Module, forward: Callable[..., Any], call: dict[str, Any]
-    ) -> PrefixedLayout | None:
-        """
-        The layout of a call that belongs to a schedule; prefixes are computed here. `None` for other calls.
-
-        In each chunk the first call of a model, with or without gradients, belongs to one schedule, the second call to
-        another one.
-        """
-        is_chunk = self.inputs.matches(call.get("input_ids"), call.get("attention_mask"))
-        if self.plan is None or not is_chunk or not can_read_prefixes(model, call):
-            return None
-        schedules = self.schedules[model, torch.is_grad_enabled()]
-        if self.index == 0:
-            schedules.append(PrefixSchedule(self.plan, detaches=torch.is_grad_enabled()))
-        schedule = next((schedule for schedule in schedules if schedule.index < self.index), None)
-        if schedule is None:
-            return None
-        if schedule.index != self.index - 1:
-            raise _missing_chunk()
-        # With a head the whole model, which must call it.
-        head_arguments = {"logits_to_keep": 1} if self.with_head else {}
-        of_prefix = forward if self.with_head else find_decoder(model)
-        return schedule.next_part(partial(run_prefix_forward, of_prefix, call, **head_arguments))
-
-    def check(self) -> None:
-        """
-        Raises:
-            PaddingRemovalError: If a schedule did not reach its last chunk, so that gradients are missing.
-        """
-        if any(schedule.index != self.count - 1 for schedule in chain(*self.schedules.values())):
-            raise _missing_chunk()
-
-
-def _missing_chunk() -> PaddingRemovalError:
-    return PaddingRemovalError(
-        "With `max_tokens_per_batch` and `prefix_sharing` the sub-batches of a batch share their common prefixes. The "
-        "loss called the model for some sub-batches and not for others, or with tensors that are not from the "
-        "batch, so gradients are missing. Leave `max_tokens_per_batch` out, or set `prefix_sharing=False`."
-    )
+def recomputed(run: Callable[..., Any], *args: Any) -> Any:
+    """The result of `run`, which a backward computes again; without gradients there is none."""
+    return checkpoint(run, *args, use_reentrant=False) if torch.is_grad_enabled() else run(*args)
 
 
 def can_read_prefixes(model: torch.nn.Module, call: dict[str, Any]) -> bool:
@@ -216,32 +144,14 @@ def can_read_prefixes(model: torch.nn.Module, call: dict[str, Any]) -> bool:
     return call.get("position_ids") is None and packs_now(model)
 
 
-def run_prefix_forward(
+def _run_prefix_forward(
     forward: Callable[..., Any],
+    head_arguments: dict[str, Any],
     call: dict[str, Any],
     layout: PrefixedLayout,
     reads: list[ForwardStates],
-    **head_arguments: Any,
 ) -> ForwardStates:
-    """
-    Compute a shared prefix.
-
-    Args:
-        forward (`Callable`):
-            A decoder; with `head_arguments` its model.
-        call (`dict`):
-            Keyword arguments of the model for the batch in which the prefix is computed: ids, mask, and the requested
-            outputs.
-        layout ([`PrefixedLayout`]):
-            The layout of the prefix in that batch.
-        reads (`list` of [`ForwardStates`]):
-            States of the prefixes that it continues.
-        **head_arguments:
-            `logits_to_keep`, where the head must run too.
-
-    Returns:
-        [`ForwardStates`]: States that later forwards read.
-    """
+    """The states of a shared prefix, with this layout after the prefixes that it `reads`, for later forwards."""
     ids, mask = call["input_ids"], call["attention_mask"]
     outputs = {k: v for k, v in call.items() if k in ("output_router_logits", "output_hidden_states")}
     records = ForwardStates()
@@ -255,9 +165,21 @@ def run_prefix_forward(
     return records
 
 
+def _run_in_float32(
+    run: RunPrefix, call: dict[str, Any], layout: PrefixedLayout, reads: list[ForwardStates]
+) -> ForwardStates:
+    """A prefix forward within a checkpoint: the gradients of all parts are added up in its states, so in float32."""
+    with within(own_checkpoint=True):
+        states = run(call, layout, reads)
+    return states.map(torch.Tensor.float) if torch.is_grad_enabled() else states
+
+
 @contextlib.contextmanager
-def with_prefix_states(call: dict[str, Any], layout: PrefixedLayout) -> Iterator[None]:
-    """Until the block ends, a forward of a model with the arguments `call` has this `layout` and reads its states."""
+def reading_prefixes(call: dict[str, Any], layout: PrefixedLayout | None) -> Iterator[None]:
+    """Until the block ends, a forward with the arguments `call` has this `layout`, if any, and reads its states."""
+    if layout is None:
+        yield
+        return
     planned = PlannedLayout(BatchVersion.of(call["input_ids"], call["attention_mask"]), layout)
     with cache_of_call(), within(planned=planned):
         yield

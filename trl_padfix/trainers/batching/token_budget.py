@@ -3,7 +3,7 @@
 
 [`TokenBudget.compute_loss`] gets the batch that TRL's `compute_loss` gets. If its loss is a sum over rows with known
 weights, the rows run in chunks, each with forward and backward; Trainer runs the backward of the last.
-For any other loss the forwards of the batch run in sub-batches (`sub_batches.py`), which its backward recomputes.
+Any other loss gets the outputs of all rows from forwards in parts, which its backward recomputes (`part_runner.py`).
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ from ..task import Task
 from .bin_packing import RowSplitter
 from .chunk_metrics import ChunkMetrics
 from .merged_output import LossChecks
-from .prefix_schedule import ChunkRunner, shares_across_parts
-from .sub_batches import SubBatches
+from .part_runner import PartRunner
+from .prefix_schedule import shares_across_parts
 
 
 if TYPE_CHECKING:
@@ -199,7 +199,7 @@ class TokenBudget(Part):
         Within a chunk forwards are not split again. `concatenated`: ids and mask of the forward, if the loss
         concatenates them into new tensors. `images`: images of the rows, by default the images of the running step.
         """
-        if isinstance(runner := context().runner, ChunkRunner):
+        if isinstance(runner := context().runner, PartRunner) and runner.parts is not None:
             if concatenated:
                 runner.set_inputs(*concatenated)
             return contextlib.nullcontext()
@@ -209,22 +209,20 @@ class TokenBudget(Part):
         if not images and step is not None and isinstance(step.inputs, Mapping) and has_pixels(step.inputs):
             ids = next((batch["input_ids"] for batch in step.batches if "input_ids" in batch), None)
             images = None if ids is None else find_images(step.inputs, ids, find_pretrained(self.trainer.model).config)
-        return within(runner=self._sub_batches(images or None))
+        return within(runner=self._runner(images or None))
 
-    def _sub_batches(self, images: ImageCounts | None) -> SubBatches:
-        return SubBatches(
-            lambda: self._splitter(not is_sharded(self.trainer) and self._shares_across), images, self._loss_checks
-        )
+    def _runner(self, images: ImageCounts | None, parts: BatchParts | None = None) -> PartRunner:
+        return PartRunner(self._splitter, images, self._loss_checks, parts, with_head=is_sharded(self.trainer))
 
-    def _splitter(self, shares_across: bool, gather: Callable | None = None) -> RowSplitter:
+    def _splitter(self, by_part: bool = False) -> RowSplitter:
         trainer, handle, budget = self.trainer, self.trainer.padding.handle, self.budget
         assert budget is not None
         return RowSplitter(
             budget,
             sharing=bool(handle and handle.prefix_sharing),
-            shares_across=shares_across,
+            shares_across=(by_part or not is_sharded(trainer)) and self._shares_across,
             sync_count=(lambda count: max_over_processes(trainer, count)) if self._matches else None,
-            gather=gather,
+            gather=gather_object if by_part and self._matches else None,
             meets_in_tower=self._matches and handle is not None and handle.multimodal is not None,
         )
 
@@ -265,15 +263,11 @@ class TokenBudget(Part):
                 return compute(inputs, *args, **kwargs)
         # A single process reduces nothing. All threads share accelerate's state, and another one may run a step.
         is_alone = not (has_others or trainer.is_deepspeed_enabled)
-        runner = ChunkRunner(len(parts.rows), parts.plan, with_head=is_sharded(self.trainer))
-        metrics = ChunkMetrics(trainer)
-        with (
-            task.around_chunks(inputs, self._sub_batches(parts.images)) as inputs,
-            within(runner=runner),
-        ):
+        runner, metrics = self._runner(parts.images, parts), ChunkMetrics(trainer)
+        with task.around_chunks(inputs) as inputs, within(runner=runner):
             total: Any = 0.0
             for i, chunk in enumerate(parts.of(inputs)):
-                is_last = i == runner.count - 1
+                is_last = i == len(parts.rows) - 1
                 weight, items = task.chunk_weight(chunk, inputs, num_items), task.num_loss_items(chunk)
                 weighted = partial(_weighted, compute, weight, chunk, *args, **kwargs)
                 runner.start(i, *self._ids_and_mask(chunk))
@@ -295,7 +289,7 @@ class TokenBudget(Part):
         task, (ids, mask) = self.trainer.padding.task, self._ids_and_mask(inputs)
         if mask is not None and mask.shape != ids.shape[:2]:  # a four-dimensional mask
             return None
-        splitter = self._splitter(self._shares_across, gather_object if self._matches else None)
+        splitter = self._splitter(by_part=True)
         config = find_pretrained(self.trainer.model).config
         images, count, of_item = find_images(inputs, ids, config), len(ids), task.rows_per_item
         if not (splitter.can_split(inputs, count, images) and are_cut_by_rows(inputs, count, of_item)):

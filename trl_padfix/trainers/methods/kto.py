@@ -12,7 +12,7 @@ import trl
 import trl.trainer.kto_trainer as trl_kto
 from accelerate.utils import reduce
 
-from ...core.context import temporarily_set, within
+from ...core.context import context, temporarily_set, within
 from ..base import PaddingFreeMixin
 from ..data.collators import SidedCollator, to_padding_side_with_kl
 from ..data.columns import needed_columns
@@ -93,18 +93,18 @@ class KTOTask(Task):
         return len(chunk["input_ids"]) / len(batch["input_ids"])
 
     @contextlib.contextmanager
-    def around_chunks(self, inputs: dict[str, Any], sub_batches: Any) -> Iterator[dict[str, Any]]:
+    def around_chunks(self, inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Compute the KL term once, with the first chunk, from all rows of all processes."""
-        trainer, compute = self.trainer, self.trainer._compute_kl_logps
+        trainer, compute, of_all_rows = self.trainer, self.trainer._compute_kl_logps, context().runner
         kl_means: dict[bool, torch.Tensor] = {}  # the policy's under `True`, the reference's under `False`
 
         def mean(logps: torch.Tensor) -> torch.Tensor:
             return reduce(logps.mean(), "mean")[None]
 
-        def of_all_rows(model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+        def kl_logps(model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor:
             of_policy = torch.is_grad_enabled()  # TRL computes the reference without gradients
             if of_policy not in kl_means:
-                with within(runner=sub_batches):
+                with within(runner=of_all_rows):
                     kl_means[of_policy] = mean(compute(model, inputs))
             return kl_means[of_policy]
 
@@ -116,7 +116,7 @@ class KTOTask(Task):
             # TRL takes the mean of these values over the rows of a chunk. Each value is the mean of all rows, so every
             # chunk gets that mean.
             batch = {**inputs, "ref_KL_logps": mean(precomputed).expand(len(precomputed))}
-        with temporarily_set(trainer, _compute_kl_logps=of_all_rows):
+        with temporarily_set(trainer, _compute_kl_logps=kl_logps):
             yield batch
 
     def num_metric_items(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
