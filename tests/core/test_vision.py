@@ -20,7 +20,7 @@ from zoo.family_outcomes import gradients_of, weighted
 from zoo.vision_families import Row, VisionModel, build_vision, collate
 from zoo.vision_outcomes import ROWS, TEXT, alone, logps
 
-import trl_padfix.core.patches.decoder
+import trl_padfix.core.patches.plan
 from trl_padfix import ParityError, check_parity, remove_padding
 from trl_padfix.core.anatomy import Anatomy
 from trl_padfix.core.call.calls import ModelCall
@@ -109,7 +109,7 @@ def test_positions_of_another_row_are_found_wrong(monkeypatch):
     expected = alone(vision, ROWS)[0]
     pack = trl_padfix.core.call.arguments.pack_arguments
     monkeypatch.setattr(
-        trl_padfix.core.patches.decoder,
+        trl_padfix.core.patches.plan,
         "pack_arguments",
         lambda inputs, *args: pack(replace(inputs, positions=inputs.positions.roll(1, dims=1)), *args),
     )
@@ -213,7 +213,7 @@ class Model:
 
     def call(self, *images: torch.Tensor) -> list[torch.Tensor]:
         with torch.no_grad(), within(model=ModelCall(self.decoder)):
-            return [self.patch.packed(x) for x in images]
+            return [self.patch.call_enabled(x) for x in images]
 
 
 def pairs(count: int = 2) -> torch.Tensor:

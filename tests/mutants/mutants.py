@@ -175,11 +175,13 @@ FAULTS = {
          "weight.shape[-1] - 2, next(keys)",
          "a convolution sees one token too few of its context", "core/test_mixers.py"),
     ],
-    "core/patches/decoder.py": [
+    "core/patches/plan.py": [
         ("layout.batch_shape[1] - 1",
          "layout.packed_tokens - 1",
          "a dynamic rotary embedding gets the length of the packed row",
          "core/test_positions.py core/remove/test_numbers.py"),
+    ],
+    "core/patches/positions.py": [
         ("(column - mask.long().argmax(1, keepdim=True)).clamp(min=0)",
          "(column - mask.long().argmin(1, keepdim=True)).clamp(min=0)",
          "rows that are padded left are numbered from their first column", "trainers/test_user_code.py"),

@@ -35,8 +35,9 @@ from .handle import Lengths, PaddingRemoval, PrefixSharing, check_multiple, chec
 from .model.inspection import parameters_of, takes
 from .model.patching import Attachment, ForwardPatch, RunnerPatch, patches_on
 from .model.positions import Numbering
-from .patches.decoder import DecoderPatch, NumberingPatch, PositionPatch, RopePatch
+from .patches.decoder import DecoderPatch
 from .patches.heads import HeadPatch, LMHeadPatch, PoolingPatch, TokenLabelsPatch
+from .patches.positions import NumberingPatch, PositionPatch, RopePatch
 from .patches.towers import MultimodalPatch, TowerPatch, towers
 from .probes import change_beside_another_row
 from .refusals import refusal

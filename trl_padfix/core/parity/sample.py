@@ -21,7 +21,7 @@ from ..anatomy import differentiates_in_parts, find_peft, pipeline_in
 from ..handle import PaddingRemoval
 from ..layout.build import packed_layout, padding_free_layout
 from ..model.inspection import TRUSTED_MODELS, is_of, parameters_of, takes, takes_any_argument
-from ..patches.decoder import batch_obstacle
+from ..patches.plan import batch_obstacle
 
 
 __all__ = [

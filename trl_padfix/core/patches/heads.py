@@ -26,7 +26,7 @@ from ..layout.layout import pack, to_device_async, unpack
 from ..model.changes import has_reader
 from ..model.older import has_cache
 from ..model.patching import BatchPatch, ForwardPatch
-from .decoder import check_call
+from .plan import check_call
 
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class LMHeadPatch(BatchPatch):
         with gathered_head(self.module, self.attachment.decoder):
             return super().call(*args, **kwargs)
 
-    def packed(self, *args: Any, **kwargs: Any) -> Any:
+    def call_enabled(self, *args: Any, **kwargs: Any) -> Any:
         call = self.bind(args, kwargs)
         with cache_of_call():  # the decoder reads the same tensors again
             # A loss takes `shift_labels`, if it gets them, in place of `labels`.
@@ -195,7 +195,7 @@ class HeadPatch(ForwardPatch):
 
     attachment: PaddingRemoval
 
-    def packed(self, *args: Any, **kwargs: Any) -> Any:
+    def call_enabled(self, *args: Any, **kwargs: Any) -> Any:
         call = model_call(self.attachment.decoder)
         # After two calls of the decoder it is unknown which states these are.
         layout = None if call.selects_columns or len(call.returned) != 1 else call.returned[0]
@@ -214,7 +214,7 @@ class TokenLabelsPatch(BatchPatch):
 
     attachment: PaddingRemoval
 
-    def packed(self, *args: Any, **kwargs: Any) -> Any:
+    def call_enabled(self, *args: Any, **kwargs: Any) -> Any:
         call = self.bind(args, kwargs)
         with cache_of_call():
             mask = _mask_of(self.attachment, call, "labels")
@@ -240,7 +240,7 @@ class PoolingPatch(BatchPatch):
 
     _has_warned = False
 
-    def packed(self, *args: Any, **kwargs: Any) -> Any:
+    def call_enabled(self, *args: Any, **kwargs: Any) -> Any:
         decoder = self.attachment.decoder
         if self.attachment.pool_last_token:
             with within(model=ModelCall(decoder, pools_last=True)):
