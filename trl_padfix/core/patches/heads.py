@@ -110,36 +110,36 @@ class LMHeadPatch(BatchPatch):
             row_arguments = {k: v for k, v in call.items() if k in names or k.startswith("tree_")}
             selects_columns = isinstance(call.get("logits_to_keep"), torch.Tensor)
             outer = ModelCall(self.attachment.decoder, model_arguments=row_arguments, selects_columns=selects_columns)
-            if kwargs.get("fused_lm_head"):
-                return self._with_fused_head(outer, call, args, kwargs)
+            output = None if is_shifted or not call.get("fused_lm_head") else self._with_fused_head(outer, call)
+            if output is not None:
+                return output
             with within(model=outer):
                 return self.wrapped(**call)
 
-    def _with_fused_head(self, outer: ModelCall, call: dict[str, Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        """The output of a call with a fused head, which gets the labeled positions as one row."""
-        labels = kwargs.get("labels")
-        if labels is None or kwargs.get("shift_labels") is not None or not self._can_select_states(call, labels):
-            return self.wrapped(*args, **kwargs)
+    def _with_fused_head(self, outer: ModelCall, call: dict[str, Any]) -> Any:
+        """The output of a fused head that gets the labeled positions as one row; `None` if it must get all of them."""
+        labels = call.get("labels")
+        if labels is None or not self._can_select_states(call, labels):
+            return None
         (host_labels,) = on_host(labels)
         on_cpu = (host_labels[:, 1:] != -100).flatten().nonzero().squeeze(1)
         if on_cpu.numel() == 0:
-            return self.wrapped(*args, **kwargs)
+            return None
         # `index` counts in `(B, L - 1)`, states in `(B, L)`: the label of a position is in the next column.
         index, columns = to_device_async(on_cpu, labels.device), labels.shape[1] - 1
         row, column = index // columns, index % columns
         try:
             local = self._local_labels(call, row * labels.shape[1] + column, labels[row, column + 1])
         except UnpackableCallError:
-            return self.wrapped(*args, **kwargs)  # the decoder warns of this error, or raises it
-        head_arguments = {**kwargs, "labels": None, "shift_labels": local.labels.unsqueeze(0)}
+            return None  # the decoder warns of this error, or raises it
         with within(model=replace(outer, scored_index=local.index, selects_columns=False)):
-            output = self.wrapped(*args, **head_arguments)
+            output = self.wrapped(**call | {"labels": None, "shift_labels": local.labels.unsqueeze(0)})
         for name, value in output.items():
             if isinstance(value, torch.Tensor) and value.shape == (1, len(local.labels)):
                 values = local.gather(value[0])
                 padded = values.new_zeros(len(labels) * columns).index_copy(0, index, values)
                 output[name] = padded.view(len(labels), columns)
-        local.complete_loss(self.module, output, kwargs.get("num_items_in_batch"))
+        local.complete_loss(self.module, output, call.get("num_items_in_batch"))
         return output
 
     def _can_select_states(self, call: dict[str, Any], labels: torch.Tensor) -> bool:
