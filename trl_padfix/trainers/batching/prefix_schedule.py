@@ -87,7 +87,9 @@ class PrefixSchedule:
     def _run_first(self, n: int, run: RunPrefix, call: dict[str, Any]) -> None:
         if not self.detaches:
             # `call` names the devices, whose random states the recomputation needs.
-            self.states[n] = recomputed(partial(_run_in_float32, run), call, *self._prefix(n))
+            states = recomputed(run, call, *self._prefix(n))
+            # The gradients of all parts are added up in these tensors, so they are float32.
+            self.states[n] = states.map(torch.Tensor.float) if torch.is_grad_enabled() else states
             return
         if (prefix := self.plan.prefixes[n]).recompute:
             # `real_index` names the device.
@@ -157,21 +159,13 @@ def _run_prefix_forward(
     records = ForwardStates()
     records.tokens, records.fork_tokens = layout.computed_tokens, layout.fork_tokens
     # The decoder may have a runner patch, and checkpointing recomputes this forward in a backward: so no runner here.
+    # A checkpoint around the decoder alone is that of `recomputed`.
     planned = PlannedLayout(BatchVersion.of(ids, mask), replace(layout, prefix_states=PrefixStates(reads, records)))
-    with within(model=None, runner=None, planned=planned):
+    with within(model=None, runner=None, planned=planned, own_checkpoint=not head_arguments):
         output = forward(input_ids=ids, attention_mask=mask, use_cache=False, **outputs, **head_arguments)
     if head_arguments:
         records["head",] = (output.logits,)  # backward must begin with the head, as FSDP2 expects
     return records
-
-
-def _run_in_float32(
-    run: RunPrefix, call: dict[str, Any], layout: PrefixedLayout, reads: list[ForwardStates]
-) -> ForwardStates:
-    """A prefix forward within a checkpoint: the gradients of all parts are added up in its states, so in float32."""
-    with within(own_checkpoint=True):
-        states = run(call, layout, reads)
-    return states.map(torch.Tensor.float) if torch.is_grad_enabled() else states
 
 
 @contextlib.contextmanager
