@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from copy import copy
+from dataclasses import dataclass, field
 from functools import partial, wraps
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -89,6 +90,42 @@ def _policy_alone(model: Any, args: TrainingArguments) -> SimpleNamespace:
     return SimpleNamespace(model=model, model_wrapped=model, args=args, accelerator=_Accelerator(), **not_sharded)
 
 
+ATTACHED, TRAINING, STEPPED = "attached", "training", "stepped"
+"""The phases of a [`_Run`], in their order."""
+
+
+@dataclass
+class _Run:
+    """
+    One training of a callback, from its attachment to the models until it detaches from them.
+
+    Attributes:
+        trainer ([`~transformers.Trainer`]): The trainer, or [`_policy_alone`].
+        prefix_sharing (`bool` or `"auto"`): Whether its models share prefixes.
+        checks_loss (`bool`): Whether the loss of the next batch with padding is checked.
+        phase (`str`): `ATTACHED` before the training, then `TRAINING`, and `STEPPED` after its first step.
+        mode (`str`): `"eval"` within an evaluation, else `"train"`.
+        why_padded (`str`): Why all steps are computed padded; empty if they are packed.
+        first_call (`dict`, *optional*): Arguments of the first packed call; `None` if they are not to be compared.
+        recording (`ExitStack`): Ends the recording of that call.
+        undo (`ExitStack`): Detaches from the models.
+        counters (`dict`): Tokens of each mode.
+        counted ([`PaddingStats`]): The counts of the policy that are in the counters.
+    """
+
+    trainer: Any
+    prefix_sharing: PrefixSharing
+    checks_loss: bool
+    phase: str = ATTACHED
+    mode: str = "train"
+    why_padded: str = ""
+    first_call: dict[str, torch.Tensor] | None = None
+    recording: ExitStack = field(default_factory=ExitStack)
+    undo: ExitStack = field(default_factory=ExitStack)
+    counters: dict[str, TokenCounter] = field(default_factory=lambda: {m: TokenCounter() for m in ("train", "eval")})
+    counted: PaddingStats = field(default_factory=PaddingStats)
+
+
 class PaddingRemovalCallback(TrainerCallback):
     """
     Removes padding while any [`~transformers.Trainer`] trains.
@@ -158,11 +195,7 @@ class PaddingRemovalCallback(TrainerCallback):
         self.reports: list[ParityReport] = []
         self._given: Trainer | None = None
         self._state: TrainerState | None = None  # of the current or last training
-        self._trainer: Any = None  # the running one: as given, or the `_policy_alone`
-        self._undo = ExitStack()  # `close` detaches from the models
-        self._recording = ExitStack()  # `close` ends the recording of the first packed call
-        self._first_call: dict[str, torch.Tensor] | None = None  # `None`: no parity check, or it is done
-        self._is_training = False
+        self._run: _Run | None = None  # while it is attached
 
     @property
     def stats(self) -> PaddingStats | None:
@@ -203,32 +236,29 @@ class PaddingRemovalCallback(TrainerCallback):
                 "compiles single layers."
             )
         with in_words(self.words):
-            self._prefix_sharing = prefix_sharing_with_neftune(self.prefix_sharing, trainer.args)
-        self.handles, self.reports, self._trainer = [], [], trainer
-        self._attach_to(models)
-        self._counters = {"train": TokenCounter(), "eval": TokenCounter()}
-        self._counted = PaddingStats()
-        self._is_evaluating, self._has_stepped = False, False
-        self._is_loss_unchecked, self._why_padded = self.parity_check, ""
+            sharing = prefix_sharing_with_neftune(self.prefix_sharing, trainer.args)
+        self.handles, self.reports, self._run = [], [], _Run(trainer, sharing, checks_loss=self.parity_check)
+        self._attach_to(models, self._run)
         if self.parity_check:
-            self._first_call = self._recording.enter_context(first_call(trainer.model, self.handles[0]))
+            recorded = first_call(trainer.model, self.handles[0])
+            self._run.first_call = self._run.undo.enter_context(self._run.recording).enter_context(recorded)
 
-    def _attach_to(self, models: list[Any]) -> None:
+    def _attach_to(self, models: list[Any], run: _Run) -> None:
         try:
             with in_words(self.words):
-                attach_to_models(self._trainer, self._remove_padding, models)
+                attach_to_models(run.trainer, partial(self._remove_padding, run), models)
         except BaseException:
             self.remove()
             raise
 
-    def _remove_padding(self, model: torch.nn.Module) -> PaddingRemoval:
+    def _remove_padding(self, run: _Run, model: torch.nn.Module) -> PaddingRemoval:
         attached = attachment_of(model)
         earlier = None if attached is None else _attached_by.get(attached)
         if earlier is not None and not earlier._is_beside(self):
             earlier.remove()  # a training that raised an error, in a notebook, has left it
-        handle = self._attach_one(model, prefix_sharing=self._prefix_sharing)
+        handle = self._attach_one(model, prefix_sharing=run.prefix_sharing)
         handle.name = f"callback.handles[{len(self.handles)}]"
-        self.handles.append(self._undo.enter_context(handle))
+        self.handles.append(run.undo.enter_context(handle))
         _attached_by[handle] = self
         return handle
 
@@ -237,32 +267,32 @@ class PaddingRemovalCallback(TrainerCallback):
         pairs = ((self._given, other._given), (self._state, other._state))
         return any(one is another is not None for one, another in pairs)
 
-    def _pad_steps(self, trainer: Trainer) -> None:
+    def _pad_steps(self, run: _Run) -> None:
         """Compute a batch padded if its loss needs states that a packed forward does not have."""
-        compute = trainer.compute_loss
+        trainer, compute = run.trainer, run.trainer.compute_loss
 
         @wraps(compute)  # so that a user's function, which was set on the trainer, is still found
         def compute_loss(model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             with batch_cache():
-                if self._is_loss_unchecked and torch.is_grad_enabled():
-                    self._check_loss(trainer, inputs, lambda batch: compute(model, batch, *args, **kwargs))
-                reason = self._why_padded or why_padded(trainer, self.handles[0], inputs)
+                if run.checks_loss and torch.is_grad_enabled():
+                    self._check_loss(run, inputs, lambda batch: compute(model, batch, *args, **kwargs))
+                reason = run.why_padded or why_padded(trainer, self.handles[0], inputs)
                 with entered(handle.padded(reason) for handle in self.handles if reason):
                     return compute(model, inputs, *args, **kwargs)
 
-        set_until_closed(self._undo, trainer, "compute_loss", compute_loss)
+        set_until_closed(run.undo, trainer, "compute_loss", compute_loss)
 
-    def _check_loss(self, trainer: Trainer, inputs: Any, compute: Callable[[Any], Any]) -> None:
+    def _check_loss(self, run: _Run, inputs: Any, compute: Callable[[Any], Any]) -> None:
         """Compute all steps padded if the loss reads padding; checked on the first batch that has any."""
-        given = inputs if isinstance(inputs, Mapping) else {}
+        trainer, given = run.trainer, inputs if isinstance(inputs, Mapping) else {}
         ids, mask = (getattr(given.get(name), "shape", None) for name in ("input_ids", "attention_mask"))
         if ids is None or ids != mask or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
-            self._is_loss_unchecked = False
+            run.checks_loss = False
         elif max_over_processes(trainer, int(has_padding([inputs]))):
             loss, other = self._padded_losses(trainer, inputs, compute)
             limit = Limits.of_step(lowest_dtype(trainer.model)).mean * max(abs(loss), 1.0)
-            self._why_padded = READS_PADDING if abs(loss - other) > limit else ""
-            self._is_loss_unchecked = not max_over_processes(trainer, int(loss != 0))  # zero shows nothing
+            run.why_padded = READS_PADDING if abs(loss - other) > limit else ""
+            run.checks_loss = not max_over_processes(trainer, int(loss != 0))  # zero shows nothing
 
     def _padded_losses(self, trainer: Trainer, inputs: Any, compute: Callable[[Any], Any]) -> list[float]:
         """The padded loss of a batch, and that with other embeddings and logits at padding."""
@@ -282,9 +312,9 @@ class PaddingRemovalCallback(TrainerCallback):
 
     def remove(self) -> None:
         """Detach from the models, as the end of a training does. Needed after a training that raised an error."""
-        self._undo.close()
-        self._recording.close()
-        self._trainer, self._first_call, self._is_training = None, None, False
+        if self._run is not None:
+            self._run.undo.close()
+            self._run = None
 
     # -- events
 
@@ -292,7 +322,7 @@ class PaddingRemovalCallback(TrainerCallback):
         self, args: Any, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
         self._state = state
-        if self._is_training:  # the last training raised an error, so it had no end
+        if self._run is not None and self._run.phase != ATTACHED:  # the last training raised an error: it had no end
             self.remove()
         trainer = self._given
         if trainer is not None and model is not None and trainer.model is not model:
@@ -304,7 +334,7 @@ class PaddingRemovalCallback(TrainerCallback):
         decoders = [id(find_decoder(find_pretrained(model))) for model in models]
         attached = [id(handle.decoder) for handle in self.handles]
         # `model_init` has made another model since, or an earlier trial of a search stopped before `on_train_end`.
-        begins = trainer is None or self._trainer is None or decoders[: len(attached)] != attached
+        begins = trainer is None or self._run is None or decoders[: len(attached)] != attached
         wrapper = AcceleratorState().distributed_type
         if begins and wrapper in (DistributedType.DEEPSPEED, DistributedType.FSDP):
             raise PaddingRemovalError(
@@ -318,32 +348,33 @@ class PaddingRemovalCallback(TrainerCallback):
             return
         if begins:
             self.attach(trainer)
-        elif len(decoders) > len(attached):  # a plug-in attaches before TRL makes the reference
-            self._attach_to(models[len(attached) :])
-        self._is_training = True
-        self._pad_steps(trainer)  # here, since code may set `compute_loss` on a trainer before it trains
+        assert self._run is not None
+        if len(decoders) > len(self.handles):  # a plug-in attaches before TRL makes the reference
+            self._attach_to(models[len(self.handles) :], self._run)
+        self._run.phase = TRAINING
+        self._pad_steps(self._run)  # here, since code may set `compute_loss` on a trainer before it trains
         callbacks = trainer.callback_handler.callbacks
         callbacks.remove(self)
         callbacks.insert(0, self)  # so that `on_log` of trackers comes after ours, which adds the metrics
 
     def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._counters["train"].start()
+        if self._run is not None:
+            self._run.counters["train"].start()
 
     def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        call = self._first_call
-        if not call:
+        run, call = self._run, self._run and self._run.first_call
+        if run is None or not call:
             return
-        self._recording.close()
-        self._first_call = None
+        run.recording.close()
+        run.first_call = None
         if "input_ids" not in call:
             logger.warning(f"Not compared on the first batch, which consists of {sorted(call)}: it has no token ids.")
             return
-        trainer = self._trainer
-        models = [trainer.model_wrapped, *models_of(trainer)[1:]]
+        models = [run.trainer.model_wrapped, *models_of(run.trainer)[1:]]
         try:
             with in_words(self.words):
-                compare(trainer, models, call, self.reports, gradients=True)
-            print_reports(trainer, self.reports)
+                compare(run.trainer, models, call, self.reports, gradients=True)
+            print_reports(run.trainer, self.reports)
         except UnpackableCallError as error:
             if error.kind != "prefix sharing":  # still packed, as the line of the first step says
                 self.remove()
@@ -354,55 +385,58 @@ class PaddingRemovalCallback(TrainerCallback):
             raise
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._count("train")
-        if not (self._has_stepped or is_off()):  # `TRL_PADFIX_OFF` has a message of its own
-            self._report_first_step()
-        self._has_stepped = True
+        if self._run is None:
+            return
+        self._count(self._run, "train")
+        if self._run.phase != STEPPED and not is_off():  # `TRL_PADFIX_OFF` has a message of its own
+            self._report_first_step(self._run)
+        self._run.phase = STEPPED
 
-    def _report_first_step(self) -> None:
+    def _report_first_step(self, run: _Run) -> None:
         """Print how many tokens of the first step were computed, or warn that nothing was packed or compared."""
         stats = self.handles[0].stats
         if not stats.forwards:
             why = self.handles[0].why_unpacked()
             logger.warning(f"Nothing was packed in the first step, so no padding was removed: {why}.")
             return
-        if self._trainer.accelerator.is_local_main_process:
+        if run.trainer.accelerator.is_local_main_process:
             removed = f"{stats.packed_tokens} of {stats.padded_tokens} tokens were computed"
             if stats.packed_tokens == stats.padded_tokens:
                 removed = f"no padding was removed, because the batch has none ({removed})"
             say(f"First step: {removed}.")
-        if self._first_call is not None:  # still recording
+        if run.first_call is not None:  # still recording
             logger.warning(
                 "Packed and padded were not compared on the first batch: a part of the model was called, not the "
                 "model. `trl_padfix.check_parity(model, batch)` compares them."
             )
 
     def on_prediction_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if self._trainer is not None:
-            self._counters["train"].pause()
-            self._is_evaluating = True
-            self._count("eval")
+        if self._run is not None:
+            self._run.counters["train"].pause()
+            self._run.mode = "eval"
+            self._count(self._run, "eval")
 
-    def _count(self, mode: str) -> None:
+    def _count(self, run: _Run, mode: str) -> None:
         counts = copy(self.handles[0].stats)
-        new = counts - self._counted
+        new = counts - run.counted
         # A callback has no batches: it takes the real tokens from the forwards.
-        self._counters[mode].add(new.real_tokens, new, self._trainer)
-        self._counted = counts
+        run.counters[mode].add(new.real_tokens, new, run.trainer)
+        run.counted = counts
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
-        if self._trainer is None or logs is None:
+        if self._run is None or logs is None:
             return
-        metrics = report_of(self._counters, "eval" if self._is_evaluating else "train", self.handles[0])
-        if self._is_evaluating:
+        metrics = report_of(self._run.counters, self._run.mode, self.handles[0])
+        if self._run.mode == "eval":
             self.on_predict()
         logs.update(metrics)
         state.log_history[-1].update(metrics)  # Trainer has put a copy of `logs` there before this event
 
     def on_predict(self, *_: Any, **kwargs: Any) -> None:
         """End an evaluation; that of `trainer.predict` is not logged."""
-        # A report restarts the clock of its counter. That of a new one stands until the next evaluation.
-        self._is_evaluating, self._counters["eval"] = False, TokenCounter()
+        if self._run is not None:
+            # A report restarts the clock of its counter. That of a new one stands until the next evaluation.
+            self._run.mode, self._run.counters["eval"] = "train", TokenCounter()
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.remove()
