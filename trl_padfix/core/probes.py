@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,11 +18,8 @@ from torch.distributed.tensor import DTensor
 from .anatomy import gathers_in_parts
 from .context import within
 from .generation import evaluating
+from .handle import PaddingRemoval
 from .model.inspection import TRUSTED_MIXERS, package_of, parameters_of, takes_any_argument
-
-
-if TYPE_CHECKING:
-    from .handle import PaddingRemoval
 
 
 __all__ = ["change_beside_another_row", "change_of_earlier_states", "other_modules", "saved_modules"]

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import torch
+from transformers import TrainingArguments
 
 from ..trainers.base import PARTS, PaddingFreeMixin, hook
 from ..trainers.batching.row_order import RowOrder
@@ -23,11 +26,6 @@ from ..trainers.settings import (
 )
 from ..trainers.task import Task
 from ..versions import TESTED, installed_version
-
-
-if TYPE_CHECKING:
-    import torch
-    from transformers import TrainingArguments
 
 
 __all__ = ["EXPERIMENTS", "classes_of"]

@@ -13,14 +13,14 @@ from copy import copy
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from accelerate.logging import get_logger
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, extract_model_from_parallel, reduce
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..core.anatomy import find_decoder, find_pretrained
 from ..core.call.batch_cache import batch_cache
@@ -41,10 +41,6 @@ from ..trainers.parts.part import entered
 from ..trainers.parts.saved_state import saved_state, without_noise
 from ..trainers.parts.step_parity import has_padding, other_padding, without_packing
 from ..trainers.settings import prefix_sharing_with_neftune
-
-
-if TYPE_CHECKING:
-    from transformers import TrainerControl, TrainerState, TrainingArguments
 
 
 __all__ = ["PaddingRemovalCallback", "callback_from", "in_words", "settings_in"]

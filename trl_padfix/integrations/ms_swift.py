@@ -8,7 +8,9 @@ Plug-in of ms-swift: callbacks named `padfix` (padding removal), `padfix_sharing
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from transformers import Trainer, TrainerControl, TrainerState
 
 from ..core.errors import PaddingRemovalError
 from ..core.handle import PrefixSharing
@@ -19,10 +21,6 @@ from .callback import PACKS, PaddingRemovalCallback
 require_stack("ms-swift")
 
 from swift.callbacks import callbacks_map  # noqa: E402
-
-
-if TYPE_CHECKING:
-    from transformers import Trainer, TrainerControl, TrainerState
 
 
 __all__ = ["PadfixCallback"]

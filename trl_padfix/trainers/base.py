@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from accelerate.logging import get_logger
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput
@@ -58,10 +58,6 @@ from .parts.part import Evaluation, Padding, Part, Step, entered
 from .resume import checkpoint_to_resume
 from .settings import COMPUTED, PackingConfig, Settings, trls_configuration
 from .task import Task
-
-
-if TYPE_CHECKING:
-    from datasets import IterableDataset
 
 
 logger = get_logger(__name__)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import DistributedType, gather, gather_object
 from torch import nn
 from transformers import Trainer
@@ -14,12 +15,7 @@ from transformers import Trainer
 from ..core.context import temporarily_set
 from ..core.errors import PaddingRemovalError
 from ..core.model.views import config_of
-
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
-
-    from .protocols import TaskTrainer
+from .protocols import TaskTrainer
 
 
 __all__ = [

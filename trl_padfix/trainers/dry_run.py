@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Sized
 from dataclasses import fields
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers.trainer_callback import DefaultFlowCallback
@@ -18,11 +18,7 @@ from ..core.context import context, temporarily_set
 from ..core.parity.report import ParityError
 from .distributed import datasets_of, named_models_of
 from .messages import counted
-from .parts.part import Padding
-
-
-if TYPE_CHECKING:
-    from .parts.part import PaddingFreeTrainer
+from .parts.part import Padding, PaddingFreeTrainer
 
 
 __all__ = ["dry_run"]

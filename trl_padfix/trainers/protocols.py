@@ -1,32 +1,20 @@
-"""What tasks use of a trainer, and a trainer of its token budget. At run time imports only its settings."""
+"""What tasks use of a trainer, and a trainer of its token budget."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
+from transformers import Trainer
 
 from ..core.handle import PaddingRemoval
+from .data.batch_rows import ImageCounts
+from .settings import Settings
 
 
-if TYPE_CHECKING:
-    from transformers import Trainer
-
-    from .data.batch_rows import ImageCounts
-    from .settings import Settings
-
-    class TaskTrainer(Trainer):
-        """A trainer as tasks use it: TRL's class with `PaddingFreeMixin`, or a test's stand-in."""
-
-        accelerator: Any  # many attributes are optional: only the parallelism that needs them sets them
-
-        @property
-        def padding(self) -> TaskPadding: ...
-
-
-__all__ = ["Budget", "TaskPadding"]
+__all__ = ["Budget", "TaskPadding", "TaskTrainer"]
 
 
 class Budget(Protocol):
@@ -57,3 +45,12 @@ class TaskPadding(Protocol):
     def handle(self) -> PaddingRemoval | None: ...
     @property
     def is_removed(self) -> bool: ...
+
+
+class TaskTrainer(Trainer):
+    """A trainer as tasks use it: TRL's class with `PaddingFreeMixin`, or a test's stand-in."""
+
+    accelerator: Any  # many attributes are optional: only the parallelism that needs them sets them
+
+    @property
+    def padding(self) -> TaskPadding: ...

@@ -8,20 +8,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
+from transformers import TrainingArguments
 
 from .checks.user_code import why_padded
 from .data.columns import column_names, require_columns
-
-
-if TYPE_CHECKING:
-    from datasets import IterableDataset
-    from transformers import TrainingArguments
-
-    from .protocols import TaskTrainer
+from .protocols import TaskTrainer
 
 
 __all__ = ["PairTask", "Task"]

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from transformers import PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 
 from ..errors import PaddingRemovalError, UnpackableCallError
@@ -19,10 +20,6 @@ from ..model.older import CACHES
 from ..model.positions import Numbering, packed_positions
 from .calls import LAYOUT, LocalTokens, ModelCall
 from .prepared_masks import PreparedMasks, plain_mask
-
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 __all__ = [

@@ -23,7 +23,7 @@ from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -37,11 +37,8 @@ from ..model.inspection import takes_any_argument
 from ..model.older import checkpoints_in_forward
 from ..model.patching import Attachment, ForwardPatch
 from ..model.views import config_of
+from .prefix_states import PrefixStates
 from .prepared_masks import PreparedMasks
-
-
-if TYPE_CHECKING:
-    from .prefix_states import PrefixStates
 
 
 __all__ = [

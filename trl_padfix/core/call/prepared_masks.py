@@ -9,17 +9,14 @@ no earlier token sees: they diverge before an image, never inside one.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from ..layout.layout import Layout
 from ..model.older import has_cache, masks_of_decoder
 from ..model.positions import PackedMask
-
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 __all__ = ["PreparedMasks", "plain_mask", "with_added_masks"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from transformers.modeling_outputs import ModelOutput
@@ -13,15 +13,12 @@ from ..call.calls import LAYOUT, ModelCall, PackedCall, model_call, packed_call,
 from ..call.prepared_masks import with_added_masks
 from ..context import context, in_backward, outside_calls
 from ..errors import UnpackableCallError
+from ..handle import PaddingRemoval
 from ..layout.shared_prefixes import PrefixedLayout
 from ..mixers.row_buckets import calls_of_layers
 from ..model.older import older_attributes
 from ..model.patching import BatchPatch
 from .plan import CallPlanner, Plan
-
-
-if TYPE_CHECKING:
-    from ..handle import PaddingRemoval
 
 
 __all__ = ["DecoderPatch"]

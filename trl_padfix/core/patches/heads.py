@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers.utils import logging
@@ -22,15 +22,12 @@ from ..call.calls import ModelCall, ScoredLabels, model_call
 from ..call.layout_of import layout_of
 from ..context import within
 from ..errors import UnpackableCallError
+from ..handle import PaddingRemoval
 from ..layout.layout import pack, to_device_async, unpack
 from ..model.changes import has_reader
 from ..model.older import has_cache
 from ..model.patching import BatchPatch, ForwardPatch
 from .plan import check_call
-
-
-if TYPE_CHECKING:
-    from ..handle import PaddingRemoval
 
 
 __all__ = [

@@ -8,7 +8,7 @@ refuses calls that cannot be packed.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -20,6 +20,7 @@ from ..call.calls import LAYOUT, LocalTokens, PackedCall
 from ..call.layout_of import layout_of
 from ..call.prefix_states import PrefixStates
 from ..errors import PaddingRemovalError, UnpackableCallError
+from ..handle import PaddingRemoval
 from ..layout.layout import Layout
 from ..layout.shared_prefixes import PrefixedLayout
 from ..mixers.mixers import DIRECT, ROWS, Mixers
@@ -27,10 +28,6 @@ from ..mixers.row_buckets import DryRun
 from ..model.inspection import hands_arguments_on, parameters_of, takes_any_argument
 from ..model.patching import ForwardPatch
 from ..model.positions import Numbering
-
-
-if TYPE_CHECKING:
-    from ..handle import PaddingRemoval
 
 
 __all__ = ["CallPlanner", "Plan", "batch_obstacle", "check_call"]

@@ -7,17 +7,14 @@ embeddings the length of the padded batch. [`NumberingPatch`] counts the positio
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ..call.calls import call_of, rows_call
+from ..handle import PaddingRemoval
 from ..model.older import has_cache
 from ..model.patching import ForwardPatch
-
-
-if TYPE_CHECKING:
-    from ..handle import PaddingRemoval
 
 
 __all__ = ["NumberingPatch", "PositionPatch", "RopePatch"]

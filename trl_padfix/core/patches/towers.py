@@ -8,7 +8,7 @@ module stores `input_ids` and the mask `(B, L)` for the decoder, which itself re
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,13 +20,10 @@ from ..call.arguments import padded_output
 from ..call.calls import model_call
 from ..call.layout_of import tensors_in
 from ..context import within
+from ..handle import PaddingRemoval
 from ..model.inspection import takes, takes_any_argument
 from ..model.older import has_cache
 from ..model.patching import BatchPatch, ForwardPatch
-
-
-if TYPE_CHECKING:
-    from ..handle import PaddingRemoval
 
 
 __all__ = ["MultimodalPatch", "TowerPatch", "towers"]

@@ -5,17 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate.utils import gather_object
 
 from ...core.context import temporarily_set
 from ..distributed import data_replicas, local_metrics_only
-
-
-if TYPE_CHECKING:
-    from ..parts.part import PaddingFreeTrainer
+from ..parts.part import PaddingFreeTrainer
 
 
 __all__ = ["ChunkMetrics"]

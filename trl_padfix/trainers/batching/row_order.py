@@ -13,12 +13,13 @@ import heapq
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from accelerate.data_loader import BatchSamplerShard, SkipBatchSampler
 from datasets import Dataset
 from torch.utils.data import Sampler
+from transformers import TrainingArguments
 
 from ...core.anatomy import find_pretrained
 from ..checks.user_code import custom_batch_name, is_custom_collator
@@ -26,9 +27,6 @@ from ..distributed import data_replicas, max_over_processes, trains_on_images
 from ..parts.part import Part
 from .bin_packing import RowCosts, dataset_costs, partition_equal_rows
 
-
-if TYPE_CHECKING:
-    from transformers import TrainingArguments
 
 __all__ = ["Batches", "RowOrder", "group_rows"]
 

@@ -12,7 +12,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate.logging import get_logger
@@ -43,17 +43,13 @@ from ..distributed import (
     step_on_prepared,
     sync_gradients_in_last,
 )
-from ..parts.part import Part, Step
+from ..parts.part import PaddingFreeTrainer, Part, Step
 from ..task import Task
 from .bin_packing import RowSplitter
 from .chunk_metrics import ChunkMetrics
 from .merged_output import LossChecks
 from .part_runner import PartRunner
 from .prefix_schedule import shares_across_parts
-
-
-if TYPE_CHECKING:
-    from ..parts.part import PaddingFreeTrainer
 
 
 __all__ = ["TokenBudget"]

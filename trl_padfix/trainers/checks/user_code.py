@@ -12,24 +12,20 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import wraps
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from torch import nn
 from transformers.training_args import OptimizerNames
 
 from ...core.anatomy import find_pretrained
 from ...core.context import set_until_closed, temporarily_set
+from ...core.handle import PaddingRemoval
 from ...core.model.changes import is_harmless
 from ...core.model.inspection import TRUSTED_GRADIENT_HOOKS, is_of, module_of, name_of
 from ...core.patches.heads import SCORED_FROM_PADDING
 from ..data.batch_rows import scores_padding
-
-
-if TYPE_CHECKING:
-    import torch
-
-    from ...core.handle import PaddingRemoval
-    from ..protocols import TaskTrainer
+from ..protocols import TaskTrainer
 
 
 __all__ = [

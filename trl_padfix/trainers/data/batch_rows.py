@@ -9,18 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from transformers import PretrainedConfig
 
 from ...core.call.batch_cache import on_host
+from ...core.layout.shared_prefixes import PrefixPlan
 from ...core.patches.heads import follow_padding
-
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
-    from ...core.layout.shared_prefixes import PrefixPlan
 
 
 __all__ = [

@@ -5,13 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from transformers import ProcessorMixin
-
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 
 __all__ = ["renderer", "tokenizer_of", "tools_of"]

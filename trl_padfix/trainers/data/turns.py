@@ -10,16 +10,13 @@ computation. With prefix sharing, and the rows of a conversation in one batch, t
 from __future__ import annotations
 
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from datasets import Dataset, DatasetDict, Features, IterableDataset
+from transformers import TrainingArguments
 from trl.data_utils import maybe_convert_to_chatml
 
 from .columns import column_names
-
-
-if TYPE_CHECKING:
-    from transformers import TrainingArguments
 
 
 __all__ = ["check_turn_settings", "expand_datasets", "expand_turns", "turns_of"]

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import trl
+from transformers import TrainingArguments
 
 from ...core.anatomy import find_pretrained
 from ..base import hook
 from ..checks.arguments import require_teacher
 from .online import OnlineTask, OnlineTrainer, trained_tokens
-
-
-if TYPE_CHECKING:
-    from transformers import TrainingArguments
 
 
 __all__ = ["DistillationTrainer"]

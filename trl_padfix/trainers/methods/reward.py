@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import trl
 import trl.trainer.reward_trainer as trl_reward
 from datasets import Dataset
+from transformers import TrainingArguments
 
 from ...core.anatomy import find_pretrained
 from ..base import PaddingFreeMixin
@@ -15,10 +16,6 @@ from ..data.collators import DataCollatorForReward
 from ..data.columns import lists, needed_columns
 from ..distributed import datasets_of
 from ..task import PairTask
-
-
-if TYPE_CHECKING:
-    from transformers import TrainingArguments
 
 
 __all__ = ["RewardTrainer"]

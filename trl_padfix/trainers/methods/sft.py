@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import trl
 import trl.trainer.sft_trainer as trl_sft
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
+from transformers import TrainingArguments
 
 from ...core.model.older import silence_packing_warning
 from ..base import PaddingFreeMixin, by_name
@@ -23,11 +24,6 @@ from ..data.columns import column_names, needed_columns, require_columns
 from ..data.turns import expand_datasets
 from ..settings import Settings
 from ..task import Task
-
-
-if TYPE_CHECKING:
-    from datasets import IterableDataset
-    from transformers import TrainingArguments
 
 
 __all__ = ["SFTTrainer"]

@@ -5,17 +5,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sized
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 
 from ..distributed import data_replicas, datasets_of, local_metrics_only, trains_on_images
-from ..parts.part import Evaluation, Part, Step
-
-
-if TYPE_CHECKING:
-    from ..parts.part import PaddingFreeTrainer
+from ..parts.part import Evaluation, PaddingFreeTrainer, Part, Step
 
 
 __all__ = ["ExactMeans", "drop_duplicate_rows"]

@@ -6,7 +6,6 @@ import contextlib
 import time
 from collections.abc import Iterator
 from copy import copy
-from typing import TYPE_CHECKING
 
 import torch
 from accelerate.logging import get_logger
@@ -14,11 +13,7 @@ from accelerate.logging import get_logger
 from ...core.handle import PaddingRemoval, PaddingStats
 from ...core.layout.layout import to_device_async
 from ..distributed import data_replicas
-from ..parts.part import Evaluation, Part, Step
-
-
-if TYPE_CHECKING:
-    from ..parts.part import PaddingFreeTrainer
+from ..parts.part import Evaluation, PaddingFreeTrainer, Part, Step
 
 
 __all__ = ["TokenCounter", "TokenCounts", "report_of"]

@@ -10,25 +10,19 @@ TRL loads like the policy. transformers refuses implementations that cannot run.
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate.logging import get_logger
 from torch import nn
-from transformers import AutoConfig
+from transformers import AutoConfig, PretrainedConfig, TrainingArguments
 
 from ...core.anatomy import find_pretrained, restore_attention, set_attention
 from ...core.attention.availability import Implementation, Machine, fastest_attention
 from ...core.context import temporarily_set
 from ..field_types import parse_implementation
 from ..settings import Settings
-from .part import Part
-
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig, TrainingArguments
-
-    from .part import PaddingFreeTrainer
+from .part import PaddingFreeTrainer, Part
 
 
 __all__ = ["AttentionChoice", "load_model_config", "model_init_kwargs"]

@@ -14,24 +14,19 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate.logging import get_logger
 from accelerate.utils import recursively_apply
+from transformers import TrainingArguments
 
 from ...core.context import temporarily_set
 from ...core.errors import PaddingRemovalError
 from ...core.parallel.collectives import Group
 from ...core.split_rows import split_rows
 from ..distributed import splitting_parallelism
-from .part import Evaluation, Part, Step
-
-
-if TYPE_CHECKING:
-    from transformers import TrainingArguments
-
-    from .part import PaddingFreeTrainer
+from .part import Evaluation, PaddingFreeTrainer, Part, Step
 
 
 __all__ = ["ContextParallel"]

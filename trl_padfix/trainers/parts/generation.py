@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from accelerate.utils import gather_object
 from datasets import Dataset
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.utils.rnn import pad_sequence
-from transformers import EvalPrediction, ProcessorMixin
+from transformers import EvalPrediction, PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
 from transformers.trainer_utils import denumpify_detensorize
 from trl.data_utils import is_conversational, maybe_apply_chat_template, prepare_multimodal_messages
 
@@ -23,10 +23,6 @@ from ...core.generation import generate
 from ..data.chat_templates import tokenizer_of, tools_of
 from ..distributed import splitting_parallelism
 from .part import Evaluation, Part
-
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase, TrainingArguments
 
 
 __all__ = ["Generation"]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from transformers import TrainingArguments
 
 from ...core.context import temporarily_set
 from ...core.errors import PaddingRemovalError
@@ -14,13 +15,7 @@ from ...core.handle import PaddingRemoval, PrefixSharing
 from ...core.remove import remove_padding
 from ..distributed import check_launch, is_zero, models_of
 from ..settings import prefix_sharing_with_neftune
-from .part import Part
-
-
-if TYPE_CHECKING:
-    from transformers import TrainingArguments
-
-    from .part import PaddingFreeTrainer
+from .part import PaddingFreeTrainer, Part
 
 
 __all__ = ["RemovePadding", "attach_to_models"]

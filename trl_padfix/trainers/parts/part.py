@@ -11,33 +11,23 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from datasets import Dataset, IterableDataset
+from transformers import PreTrainedModel, TrainingArguments
 
 from ...core.anatomy import find_decoder, outermost_pretrained
 from ...core.handle import PaddingRemoval, PaddingStats
 from ...core.model.patching import Attachment
+from ...core.parity.report import ParityReport
 from ...core.remove import attachments_on
+from ..protocols import Budget, TaskTrainer
+from ..settings import Settings
+from ..task import Task
 
 
-if TYPE_CHECKING:
-    from datasets import Dataset, IterableDataset
-    from transformers import PreTrainedModel, TrainingArguments
-
-    from ...core.parity.report import ParityReport
-    from ..protocols import Budget, TaskTrainer
-    from ..settings import Settings
-    from ..task import Task
-
-    class PaddingFreeTrainer(TaskTrainer):
-        """A trainer as parts use it."""
-
-        @property
-        def padding(self) -> Padding: ...
-
-
-__all__ = ["Evaluation", "Padding", "Part", "Step", "entered"]
+__all__ = ["Evaluation", "Padding", "PaddingFreeTrainer", "Part", "Step", "entered"]
 
 
 @dataclass
@@ -175,6 +165,13 @@ class Padding:
         self.undo.close()
         for part in self.parts:
             part.restore()
+
+
+class PaddingFreeTrainer(TaskTrainer):
+    """A trainer as parts use it."""
+
+    @property
+    def padding(self) -> Padding: ...
 
 
 class Part:

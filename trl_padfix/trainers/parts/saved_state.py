@@ -6,17 +6,14 @@ import contextlib
 import random
 from collections import deque
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
 from ...core.probes import saved_modules
-
-
-if TYPE_CHECKING:
-    from .part import PaddingFreeTrainer
+from .part import PaddingFreeTrainer
 
 
 __all__ = ["saved_state", "without_noise"]
