@@ -1,5 +1,6 @@
 """Mistakes of the user: a message, an exit code, nothing written. Accidents: their own traceback."""
 
+import ast
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from kit.commands import trl_padfix_command
 from safetensors import safe_open
 
 from trl_padfix.cli import user_errors
+from trl_padfix.cli.config_file import _types
 
 
 CPU = ["--use_cpu", "true", "--bf16", "false", "--report_to", "none"]
@@ -165,6 +167,17 @@ def test_a_mistake_is_said_before_what_takes_seconds(monkeypatch):
     monkeypatch.setattr("trl_padfix.cli.launch.make_parser", None)
     monkeypatch.setattr("trl_padfix.cli.stats.require", None)
     assert_said(EARLY)
+
+
+def test_types_are_read_from_annotations_of_old_and_new_releases():
+    enums = {"Steps": {"'no'", "'steps'"}}
+    cases = {
+        "x: Optional[int] = None": {"int", "None"},
+        "x: int | None = None": {"int", "None"},
+        "x: Union[Steps, str] = 'no'": {"'no'", "'steps'"},
+        "x: str | None = field(metadata={'choices': ['a', 'b']})": {"'a'", "'b'", "None"},
+    }
+    assert {source: _types(ast.parse(source).body[0], enums) for source in cases} == cases
 
 
 @pytest.mark.parametrize("args", [["--debug", *stats("nowhere.jsonl")], [*stats("nowhere.jsonl"), "--debug"]])

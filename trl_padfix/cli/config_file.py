@@ -193,10 +193,10 @@ def _enums() -> dict[str, set[str]]:
 
 def _types(node: ast.AnnAssign, enums: dict[str, set[str]]) -> set[str]:
     """The names of the types of a field; its quoted choices in their place if it has choices."""
-    types = {*re.findall(r"\w+", ast.unparse(node.annotation))}
+    types = {*re.findall(r"\w+", ast.unparse(node.annotation).replace("Optional", "None"))}
     listed = re.search(r"'choices': (\[[^]]*\])", ast.unparse(node))
     choices = {*re.findall("'[^']+'", listed[1])} if listed else set().union(*(enums.get(name, ()) for name in types))
-    return types & {"None"} | choices if choices else types - {"Optional", "Union"}
+    return types & {"None"} | choices if choices else types - {"Union"}
 
 
 def _config_files(method: str) -> list[Path]:
