@@ -13,15 +13,17 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
+from transformers import PretrainedConfig
 from transformers.utils import logging
 
-from .anatomy import restore_attention
+from .anatomy import Anatomy, restore_attention
 from .call.batch_cache import planned_layout
 from .call.calls import LocalTokens, PackedCall, packed_call, rows_call
 from .context import context
 from .errors import UnpackableCallError
 from .layout.layout import Layout
 from .layout.shared_prefixes import PrefixedLayout
+from .mixers.mixers import Mixers
 from .model.changes import ModuleChanges
 from .model.inspection import takes, takes_any_argument
 from .model.older import resume_packed_search, spare_packed_search
@@ -31,11 +33,7 @@ from .parallel.local import tokens_of
 
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
     from typing_extensions import Self
-
-    from .anatomy import Anatomy
-    from .mixers.mixers import Mixers
 
 __all__ = ["Lengths", "PaddingRemoval", "PaddingStats", "PrefixSharing", "check_multiple", "check_prefix_sharing"]
 

@@ -100,12 +100,6 @@ class Attachment:
         with within(disabled=context().disabled | {self}):
             yield
 
-    @contextmanager
-    def reenabled(self) -> Iterator[None]:
-        """Undo [`Attachment.disabled`] until the block ends."""
-        with within(disabled=context().disabled - {self}):
-            yield
-
 
 class ForwardPatch:
     """A wrapper of `module.forward` for as long as it is on."""

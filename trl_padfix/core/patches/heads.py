@@ -8,6 +8,7 @@ decoder must return. [`HeadPatch`] wraps the projection onto the vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -98,8 +99,7 @@ class LMHeadPatch(BatchPatch):
             # A loss takes `shift_labels`, if it gets them, in place of `labels`.
             is_shifted = call.get("shift_labels") is not None
             name, lack_states = ("shift_labels", at_padding) if is_shifted else ("labels", follow_padding)
-            mask = _mask_of(self.attachment, call, name)
-            if mask is not None and lack_states(*on_host(call[name], mask)):
+            if _lack_states(call, name, lack_states):
                 with self.attachment.padded(SCORED_FROM_PADDING):
                     return self.wrapped(*args, **kwargs)
             # Some models do not pass the arguments that describe their rows, and `use_cache`, to their decoder.
@@ -167,19 +167,16 @@ class LMHeadPatch(BatchPatch):
         return handle.tokens_of(layout).labels(index, labels)
 
 
-def _mask_of(attachment: PaddingRemoval, call: dict[str, Any], name: str) -> torch.Tensor | None:
-    """The mask of a call, if the call is packed with it and has labels `name` of its shape `(B, L)`; else `None`."""
+def _lack_states(call: dict[str, Any], name: str, lack: Callable[[torch.Tensor, torch.Tensor], bool]) -> bool:
+    """Whether labels `name` of a call that would be packed lack states: by `lack`, of labels and mask `(B, L)`."""
     labels: Any = call.get(name)
     mask: Any = call.get("attention_mask")
-    if has_cache(call):
-        return None
-    has_both = isinstance(labels, torch.Tensor) and isinstance(mask, torch.Tensor)
+    has_both = isinstance(labels, torch.Tensor) and isinstance(mask, torch.Tensor) and not has_cache(call)
     if not has_both or mask.dim() != 2 or mask.shape != labels.shape or mask.device != labels.device:
-        return None
-    # The decoder will read these as well: the host waits once for all of them.
-    others = call.get("input_ids"), call.get("position_ids")
-    on_host(labels, mask, *(x for x in others if isinstance(x, torch.Tensor)))
-    return mask
+        return False
+    # The decoder will read the others as well: the host waits once for all of them.
+    others = (x for x in (call.get("input_ids"), call.get("position_ids")) if isinstance(x, torch.Tensor))
+    return lack(*on_host(labels, mask, *others)[:2])
 
 
 class HeadPatch(ForwardPatch):
@@ -214,8 +211,7 @@ class TokenLabelsPatch(BatchPatch):
     def call_enabled(self, *args: Any, **kwargs: Any) -> Any:
         call = self.bind(args, kwargs)
         with cache_of_call():
-            mask = _mask_of(self.attachment, call, "labels")
-            scores_padding = mask is not None and at_padding(*on_host(call["labels"], mask))
+            scores_padding = _lack_states(call, "labels", at_padding)
             with self.attachment.padded(SCORED_AT_PADDING) if scores_padding else nullcontext():
                 return self.wrapped(*args, **kwargs)
 
