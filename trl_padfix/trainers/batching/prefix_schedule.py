@@ -30,10 +30,7 @@ from ...core.remove import packs_now
 from ..messages import say
 
 
-__all__ = [
-    "PrefixSchedule", "can_read_prefixes", "reading_prefixes", "recomputed", "shares_across_parts",
-    "sharing_obstacle",
-]  # fmt: skip
+__all__ = ["PrefixSchedule", "can_read_prefixes", "reading_prefixes", "recomputed", "shares_across_parts"]
 
 RunPrefix = Callable[[dict[str, Any], PrefixedLayout, list[ForwardStates]], ForwardStates]
 """Runs a prefix forward on the arguments of the running part, with a layout after given states."""

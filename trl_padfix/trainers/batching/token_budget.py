@@ -82,11 +82,12 @@ class TokenBudget(Part):
             return budget
         return max(budget * self.trainer._train_batch_size // args.train_batch_size, 1)
 
+    def acts(self) -> bool:
+        return self.settings.max_tokens_per_batch is not None
+
     # -- checks
 
     def attach(self) -> None:
-        if self.settings.max_tokens_per_batch is None:
-            return
         trainer = self.trainer
         if splitting_parallelism(trainer.accelerator, "tp_size"):
             raise ValueError(
@@ -149,8 +150,6 @@ class TokenBudget(Part):
     # -- models
 
     def attach_to_models(self) -> None:
-        if self.settings.max_tokens_per_batch is None:
-            return
         self.restore()
         for handle in self.trainer.padding.handles:
             handle.token_budget = self.budget
@@ -224,9 +223,6 @@ class TokenBudget(Part):
 
     def around_ref_logps(self) -> contextlib.AbstractContextManager[None]:
         return self.split_forwards()
-
-    def acts_in_steps(self) -> bool:
-        return self.settings.max_tokens_per_batch is not None
 
     def around_step(self, step: Step) -> contextlib.AbstractContextManager[None]:
         return self.split_forwards()

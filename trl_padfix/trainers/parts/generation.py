@@ -54,10 +54,11 @@ class Generation(Part):
         if self.settings.predict_with_generate and init_kwargs.get("formatting_func") is not None:
             raise ValueError("`predict_with_generate=True` would ignore `formatting_func`. Leave one of them out.")
 
+    def acts(self) -> bool:
+        return self.settings.predict_with_generate
+
     def on_init_end(self) -> None:
         """Check prompts and settings before the first step instead of at the first evaluation."""
-        if not self.settings.predict_with_generate:
-            return
         trainer, evaluated = self.trainer, self.trainer.eval_dataset
         size = splitting_parallelism(trainer.accelerator, "tp_size", "cp_size", "sp_size")
         if size is not None:
@@ -81,9 +82,6 @@ class Generation(Part):
 
     @contextmanager
     def around_evaluation_loop(self, evaluation: Evaluation) -> Iterator[None]:
-        if not self.settings.predict_with_generate:
-            yield
-            return
         prefix, trainer, dataset = evaluation.prefix, self.trainer, self.evaluated
         _require_prompts(dataset, prefix)
         evaluation.loss_only = True  # `compute_metrics` gets generated tokens, so logits are not kept

@@ -24,10 +24,8 @@ __all__ = ["RemovePadding", "attach_to_models"]
 class RemovePadding(Part):
     """`padding_free`: attaches to the models."""
 
-    def __init__(self, trainer: PaddingFreeTrainer):
-        super().__init__(trainer)
-        self._prefix_sharing: PrefixSharing = False
-        self._compiles = False
+    _prefix_sharing: PrefixSharing = False
+    _compiles = False
 
     def check(self, config: TrainingArguments, init_kwargs: dict[str, Any]) -> None:
         self._prefix_sharing = prefix_sharing_with_neftune(self.settings.prefix_sharing, config)
