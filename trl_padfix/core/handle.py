@@ -23,7 +23,6 @@ from .context import context
 from .errors import UnpackableCallError
 from .layout.layout import Layout
 from .layout.shared_prefixes import PrefixedLayout
-from .mixers.mixers import Mixers
 from .model.changes import ModuleChanges
 from .model.inspection import takes, takes_any_argument
 from .model.older import resume_packed_search, spare_packed_search
@@ -195,7 +194,7 @@ class PaddingRemoval(Attachment):
     ):
         super().__init__()
         self.anatomy = anatomy
-        self.decoder, self.multimodal = anatomy.decoder, anatomy.multimodal
+        self.decoder, self.multimodal, self.mixers = anatomy.decoder, anatomy.multimodal, anatomy.mixers
         self.prefix_sharing: PrefixSharing = prefix_sharing
         self.pool_last_token = pool_last_token
         self.strict = strict
@@ -211,10 +210,6 @@ class PaddingRemoval(Attachment):
         self.changes: ModuleChanges | None = None  # finds hooks and modules that are new since attachment
         self.name = "handle"  # in messages: where a user finds it
         self._reported: set[str] = set()
-
-    @property
-    def mixers(self) -> Mixers:
-        return self.anatomy.mixers
 
     def tokens_of(self, layout: Layout) -> LocalTokens:
         """The tokens of a packed row that this process computes."""

@@ -7,9 +7,10 @@ Plug-in of axolotl: padding removal by two lines of YAML.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, model_validator
+from transformers import Trainer
 
 from ..versions import require_stack
 from .callback import PACKS, callback_from, settings_in
@@ -18,10 +19,6 @@ from .callback import PACKS, callback_from, settings_in
 require_stack("axolotl")
 
 from axolotl.integrations.base import BasePlugin  # noqa: E402
-
-
-if TYPE_CHECKING:
-    from transformers import Trainer
 
 
 __all__ = ["PaddingRemovalArgs", "PaddingRemovalPlugin"]

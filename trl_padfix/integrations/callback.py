@@ -249,19 +249,16 @@ class PaddingRemovalCallback(TrainerCallback):
 
     def _remove_padding(self, run: _Run, model: torch.nn.Module) -> PaddingRemoval:
         attached = attachment_of(model)
-        earlier = None if attached is None else _attached_by.get(attached)
-        if earlier is not None and not earlier._is_beside(self):
-            earlier.remove()  # a training that raised an error, in a notebook, has left it
+        if attached is not None and (earlier := _attached_by.get(attached)) is not None:
+            # Two callbacks may belong to one trainer, or to one training.
+            pairs = (self._given, earlier._given), (self._state, earlier._state)
+            if not any(one is other is not None for one, other in pairs):
+                earlier.remove()  # a training that raised an error, in a notebook, has left it
         handle = self._attach_one(model, prefix_sharing=run.prefix_sharing)
         handle.name = f"callback.handles[{len(self.handles)}]"
         self.handles.append(run.undo.enter_context(handle))
         _attached_by[handle] = self
         return handle
-
-    def _is_beside(self, other: PaddingRemovalCallback) -> bool:
-        """Whether two callbacks belong to one trainer, or to one training."""
-        pairs = ((self._given, other._given), (self._state, other._state))
-        return any(one is another is not None for one, another in pairs)
 
     def _pad_steps(self, run: _Run) -> None:
         """Compute a batch padded if its loss needs states that a packed forward does not have."""

@@ -116,8 +116,9 @@ class DecoderInputs:
             call = _of_tree(call, around, dropped)
         elif around:
             call, prepared = plain_mask(call, around, handle.decoder, is_causal)
-        else:
-            call = _of_model(call, outer.model_arguments)
+        elif all(call.get(k) is None for k in _ROW_ARGUMENTS):
+            # Mamba's model passes no positions to its decoder, RWKV's not even the mask.
+            call = call | {k: v for k, v in outer.model_arguments.items() if call.get(k) is None}
         if outer.model_arguments and outer.model_arguments.get("use_cache") is None:
             # GIT fills it in from its config, although the caller left it open.
             call = {k: v for k, v in call.items() if k != "use_cache"}
@@ -163,14 +164,6 @@ def _of_tree(call: dict[str, Any], around: dict[str, Any], dropped: dict[str, An
         call = call | {"position_ids": dropped["position_ids"]}  # Mamba's model passes only ids
     # The module around makes masks of a tree row, which it treats as a packed batch.
     return call | {"attention_mask": None} if around else call
-
-
-def _of_model(call: dict[str, Any], of_model: dict[str, Any]) -> dict[str, Any]:
-    """A decoder call without arguments for its rows, with those of its model."""
-    if any(call.get(k) is not None for k in _ROW_ARGUMENTS):
-        return call
-    # Mamba's model passes no positions to its decoder, RWKV's not even the mask.
-    return call | {k: v for k, v in of_model.items() if call.get(k) is None}
 
 
 def _compared_ids(call: dict[str, Any], around: dict[str, Any], is_tuned: bool) -> torch.Tensor | None:

@@ -386,9 +386,8 @@ class RowSplitter:
             Whether shared prefixes of the rows of a part count once.
         shares_across (`bool`):
             Whether prefixes that several parts share are computed once instead of by each part.
-        sync_count (`Callable[[int], int]`, *optional*):
-            Takes a number of this process, and returns the largest one of all processes. These need equally many
-            parts.
+        sync_count (`Callable[[int], int]`, *optional*, defaults to `int`):
+            Takes a number of this process, and returns the largest one of all processes that need equally many parts.
         gather (`Callable`, *optional*):
             Joins lists of all processes, which then plan shared prefixes together.
         meets_in_tower (`bool`):
@@ -399,14 +398,14 @@ class RowSplitter:
     budget: int
     sharing: bool
     shares_across: bool = False
-    sync_count: Callable[[int], int] | None = None
+    sync_count: Callable[[int], int] = int
     gather: Callable[[list], list] | None = None
     meets_in_tower: bool = False
 
     def can_split(self, batch: Mapping[str, Any], count: int, images: ImageCounts | None) -> bool:
         """Whether a batch of `count` rows has no images, or known images per row; the same on all processes."""
         has_images = has_pixels(batch)
-        if self.sync_count is not None and self.meets_in_tower:
+        if self.meets_in_tower:
             lacks_images = images is None or not all(images["num_images"])
             if self.sync_count(int(has_images)) and self.sync_count(int(not has_images or lacks_images)):
                 return False
@@ -444,7 +443,7 @@ class RowSplitter:
         costs = batch_costs(host_ids, host_mask, rows_per_item, self.sharing and has_ids)
         # Recurrent layers compute rows with masked tokens between real ones padded, and then read no prefix states.
         has_holes = bool(((host_mask != 0).int().diff(dim=1) == 1).sum(1).gt((host_mask[:, 0] == 0).int()).any())
-        shares_across = self.shares_across and has_ids and not (self.sync_count or int)(int(has_holes))
+        shares_across = self.shares_across and has_ids and not self.sync_count(int(has_holes))
         items = replace(self, shares_across=shares_across).pack(costs)
         if images is not None:
             # DDP reduces the gradients of the parameters that the last backward used, so parts with images come last.
@@ -464,8 +463,7 @@ class RowSplitter:
                 "and needs memory for its length. Raise the budget, or shorten the rows. (Shown once.)"
             )
         parts = pack_rows(costs, self.budget, self.shares_across)
-        sync_count = self.sync_count or (lambda count: count)
-        count, fewest = sync_count(len(parts)), -sync_count(-len(costs))
+        count, fewest = self.sync_count(len(parts)), -self.sync_count(-len(costs))
         if count > fewest:  # a collator dropped some
             logger.warning_once(
                 f"`max_tokens_per_batch` needs {count} sub-batches, but a process has only {fewest} rows. Sharded "

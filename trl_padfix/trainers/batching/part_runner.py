@@ -43,6 +43,12 @@ __all__ = ["PartRunner"]
 
 logger = get_logger(__name__)
 
+_MISSING_PART = (
+    "With `max_tokens_per_batch` and `prefix_sharing` the sub-batches of a batch share their common prefixes. The "
+    "loss called the model for some sub-batches and not for others, or with tensors that are not from the "
+    "batch, so gradients are missing. Leave `max_tokens_per_batch` out, or set `prefix_sharing=False`."
+)
+
 _UNKNOWN_LOSS = "it returns a loss that is not a known function of its logits. Compute the loss from the logits"
 
 
@@ -163,7 +169,7 @@ class PartRunner:
         if schedule is None:
             return None
         if schedule.index != self.index - 1:
-            raise _missing_part()
+            raise PaddingRemovalError(_MISSING_PART)
         # With a head the whole model, which must call it.
         if self.with_head:
             return schedule.next_part(forward, call, logits_to_keep=1)
@@ -175,7 +181,7 @@ class PartRunner:
             PaddingRemovalError: If a schedule did not reach its last part, so that gradients are missing.
         """
         if any(schedule.index != self.index for schedule in chain(*self._schedules.values())):
-            raise _missing_part()
+            raise PaddingRemovalError(_MISSING_PART)
 
     # -- all rows
 
@@ -189,7 +195,7 @@ class PartRunner:
         if not has_images and self.splitter.can_split(call, len(call[_name_of_tokens(call)]), self.images):
             return None
         reason = "processes that shard the model meet in its vision tower, but not all of their rows have images"
-        if self.splitter.sync_count is None:
+        if not self.splitter.meets_in_tower:
             reason = "it is unknown which of its images belong to which row"
         return f"{reason}. Lower the batch size"
 
@@ -214,8 +220,7 @@ class PartRunner:
             layout = schedule and schedule.next_part(find_decoder(model), part | routed)
             # The backward pass begins with the last part, so its activations are kept and not recomputed.
             outputs.append(run(part, layout) if part is calls[-1] else recomputed(run, part, layout))
-            maximum = self.splitter.sync_count or int
-            if len(outputs) == 1 and not self.loss_checks.check(model, outputs[0], maximum):
+            if len(outputs) == 1 and not self.loss_checks.check(model, outputs[0], self.splitter.sync_count):
                 return None
         return merge_outputs(model, call, outputs, batch.parts.rows)
 
@@ -239,14 +244,6 @@ def _run_part(
     ):
         output = forward(**call)
     return SubBatchOutput(call, output, router_logits[0] if len(router_logits) == 1 else None)
-
-
-def _missing_part() -> PaddingRemovalError:
-    return PaddingRemovalError(
-        "With `max_tokens_per_batch` and `prefix_sharing` the sub-batches of a batch share their common prefixes. The "
-        "loss called the model for some sub-batches and not for others, or with tensors that are not from the "
-        "batch, so gradients are missing. Leave `max_tokens_per_batch` out, or set `prefix_sharing=False`."
-    )
 
 
 def _name_of_tokens(call: dict[str, Any]) -> str:

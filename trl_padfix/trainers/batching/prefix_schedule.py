@@ -32,9 +32,6 @@ from ..messages import say
 
 __all__ = ["PrefixSchedule", "can_read_prefixes", "reading_prefixes", "recomputed", "shares_across_parts"]
 
-RunPrefix = Callable[[dict[str, Any], PrefixedLayout, list[ForwardStates]], ForwardStates]
-"""Runs a prefix forward on the arguments of the running part, with a layout after given states."""
-
 
 class PrefixSchedule:
     """
@@ -81,7 +78,7 @@ class PrefixSchedule:
         states = [self._states_for(n, self.index) for n in layout.prefixes]
         return replace(layout, prefix_states=PrefixStates(states, None, self._pending_backward()))
 
-    def _run_first(self, n: int, run: RunPrefix, call: dict[str, Any]) -> None:
+    def _run_first(self, n: int, run: Callable[..., ForwardStates], call: dict[str, Any]) -> None:
         if not self.detaches:
             # `call` names the devices, whose random states the recomputation needs.
             states = recomputed(run, call, *self._prefix(n))
@@ -98,7 +95,7 @@ class PrefixSchedule:
             states = self.graph_states[n] = run(call, *self._prefix(n))
         self.states[n] = states.map(detached_leaf)
 
-    def _run_again(self, n: int, run: RunPrefix, call: dict[str, Any]) -> None:
+    def _run_again(self, n: int, run: Callable[..., ForwardStates], call: dict[str, Any]) -> None:
         """Compute a prefix with its graph, which the first forward did not keep, and with the dropout of the first."""
         on_host, on_device = self._rng_states.pop(n)
         with torch.random.fork_rng(devices=on_device[0]):

@@ -216,7 +216,7 @@ class TokenBudget(Part):
             budget,
             sharing=bool(handle and handle.prefix_sharing),
             shares_across=(by_part or not is_sharded(trainer)) and self._shares_across,
-            sync_count=(lambda count: max_over_processes(trainer, count)) if self._matches else None,
+            sync_count=partial(max_over_processes, trainer) if self._matches else int,
             gather=gather_object if by_part and self._matches else None,
             meets_in_tower=self._matches and handle is not None and handle.multimodal is not None,
         )

@@ -145,9 +145,10 @@ def select_rows(
             split[name] = value[rows]
         elif isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) * rows_per_item == count:
             split[name] = value[items]
-        # A list of tensors has one per layer, unless it was made above.
-        elif isinstance(value, list) and len(value) == count and (value is not batch[name] or not _has_tensors(value)):
-            split[name] = [value[i] for i in numbers]
+        elif isinstance(value, list) and len(value) == count:
+            # A list of tensors has one per layer, unless it was made above.
+            has_layers = value is batch[name] and any(isinstance(x, torch.Tensor) for x in value)
+            split[name] = value if has_layers else [value[i] for i in numbers]
     # Without pixels a model computes text; with an empty tensor its vision tower would fail.
     if has_pixels(split) and counts is not None and not any(counts["num_images"][i] for i in numbers):
         return without_images(split)
@@ -166,10 +167,6 @@ def are_cut_by_rows(batch: Mapping[str, Any], count: int, rows_per_item: int) ->
         for name, value in batch.items()
         if isinstance(value, torch.Tensor | list) and not name.startswith(_OF_IMAGES)
     )
-
-
-def _has_tensors(values: list[Any]) -> bool:
-    return any(isinstance(value, torch.Tensor) for value in values)
 
 
 @dataclass(frozen=True, eq=False)
