@@ -243,6 +243,11 @@ BAD = {
 }
 
 
+def test_a_trainer_may_predict_before_it_trains(tmp_path):
+    trainer = build_trainer(tmp_path, callbacks=[PaddingRemovalCallback()], attach=False, max_steps=1)
+    assert trainer.predict(trainer.train_dataset).metrics["test_loss"] > 0
+
+
 def test_attach_adds_the_callback_and_takes_a_trainer(tmp_path):
     callback, trainer = PaddingRemovalCallback(), build_trainer(tmp_path, max_steps=1)
     with pytest.raises(TypeError, match="takes the trainer"):
