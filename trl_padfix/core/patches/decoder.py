@@ -52,7 +52,7 @@ class DecoderPatch(BatchPatch):
         handle, outer, plan = self.attachment, model_call(self.module), None
         inputs = DecoderInputs.read(self.bind(args, kwargs), handle, outer, self.planner.is_causal)
         # Without a cache this is no generation, and other processes may pack their batches.
-        others = inputs.arguments if inputs.arguments.get("use_cache") is False else None
+        matched = inputs.arguments if inputs.arguments.get("use_cache") is False else None
         try:
             # Nearly all checks that can refuse the call come before its forward; the others are of its layers.
             plan = self.planner.plan(inputs)
@@ -67,9 +67,9 @@ class DecoderPatch(BatchPatch):
                 raise
             handle.run_padded(error)
             tokens = {"input_ids": inputs.ids, "inputs_embeds": inputs.embeds}
-            others = {k: x for k, x in tokens.items() if x is not None}
-        if others is not None:
-            self.planner.match_other_processes(others)
+            matched = {k: x for k, x in tokens.items() if x is not None}
+        if matched is not None:
+            self.planner.match_other_processes(matched)
         return padded_output(self.wrapped(*args, **kwargs), outer, inputs.given_mask)
 
     def _run(self, plan: Plan, outer: ModelCall) -> Any:
