@@ -1,7 +1,10 @@
 """The model that is trained is the one that is packed: models of `model_init`, of trials, of several trainers."""
 
+import copy
+
 import pytest
 import torch
+import trl
 from kit.methods import make_trainer
 from kit.observe import entered_tokens
 from kit.rows import build_pairs
@@ -18,7 +21,7 @@ from kit.trainer_runs import (
 from transformers import Trainer
 
 import trl_padfix
-from trl_padfix import PaddingRemovalCallback, padding_free_trainer
+from trl_padfix import PaddingRemovalCallback, PaddingRemovalError, padding_free_trainer, remove_padding
 from trl_padfix.core.remove import attachment_of
 from trl_padfix.trainers.base import PaddingFreeMixin
 
@@ -113,6 +116,46 @@ def test_a_trainer_takes_its_model_over_again(first, second, tmp_path, caplog):
     one.restore_padding()
     assert is_bare(model)
     assert "Nothing was packed" not in " ".join(our_warnings(caplog))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("computes", ["train", "evaluate", "predict"])
+def test_between_trainings_and_evaluations_other_code_finds_the_model_padded(computes, fails, tmp_path):
+    model, rows = build_model(), build_ids(8, begin=BEGIN)
+    ours = make_plain_trainer(tmp_path, PackedTrainer, model=model, eval_dataset=rows, train_dataset=rows)
+    plain, forwards = make_plain_trainer(tmp_path, Trainer, model=model, eval_dataset=rows), entered_tokens(model)
+    arguments = [rows] if computes == "predict" else []
+    if fails:
+        model.lm_head.register_forward_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            getattr(ours, computes)(*arguments)
+        model.lm_head._forward_hooks.clear()
+    else:
+        getattr(ours, computes)(*arguments)
+    assert sum(forwards)
+    forwards.clear()
+    plain.evaluate()
+    padded = sum(forwards)
+    assert padded == sum(batch["input_ids"].numel() for batch in plain.get_eval_dataloader())
+    with remove_padding(model) as handle:
+        assert attachment_of(model) is handle
+    forwards.clear()
+    ours.evaluate()
+    assert sum(forwards) == ours.padding.stats.packed_tokens < padded
+
+
+def test_a_copy_of_a_trained_model_runs_the_original_and_an_error_says_so(tmp_path):
+    model = build_model()
+    make_trainer(trl, "DPO", tmp_path / "first", model=model, ref_model=build_model()).train()
+    copied, mode = copy.deepcopy(model), {"padding_free": True, "max_steps": 1}
+    with pytest.raises(PaddingRemovalError, match=r"runs another model.*`del model.forward`"):
+        make_trainer(trl_padfix, "DPO", tmp_path / "ours", model=copied, ref_model=build_model(), **mode).train()
+    del copied.forward
+    ours = make_trainer(trl_padfix, "DPO", tmp_path / "ours", model=copied, ref_model=build_model(), **mode)
+    before = copied.lm_head.weight.clone()
+    ours.train()
+    assert ours.padding.parity["train"][0].ok
+    assert not torch.equal(copied.lm_head.weight, before)
 
 
 @pytest.mark.parametrize("fields", [{}, {"padding_side": "left"}, {"padding_free": True}])

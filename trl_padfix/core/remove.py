@@ -130,14 +130,15 @@ def remove_padding(
     check_multiple(packed_multiple_of)
     anatomy = Anatomy.of(model)
     decoder = anatomy.decoder
-    for copied in (attachment for attachment in attachments_on(decoder) if attachment.is_copy):
-        copied.remove()
+    for attachment in attachments_on(decoder):
+        if attachment.is_copy or attachment.is_paused:
+            attachment.take_over()
     if any(isinstance(attachment, PaddingRemoval) for attachment in attachments_on(decoder)):
         raise ValueError(
             f"Padding removal is attached to this {type(decoder).__name__} already. Call `.remove()` on the first "
             "handle before attaching again, for instance with another `prefix_sharing`; where a trainer or a callback "
             "attached it, `trainer.restore_padding()` or `callback.remove()` (our trainers need no callback). If the "
-            "handle is lost, load the model again."
+            "handle is lost, attach to `copy.deepcopy(model)`."
         )
     with ExitStack() as on_error:
         exchanged = [] if attn_implementation is None or is_off() else set_attention(model, attn_implementation)
@@ -155,8 +156,8 @@ def remove_padding(
             logger.warning(f"{OFF} is set: padding is not removed from {type(anatomy.pretrained).__name__}.")
             return handle.attach(())
         register_packed_attention()
+        on_error.callback(handle.remove)  # also if a user interrupts a notebook here
         handle.attach(_patches(anatomy, handle))
-        on_error.callback(handle.remove)
         _probe(handle)
         on_error.pop_all()
     handle.attention_before = exchanged

@@ -219,15 +219,18 @@ class PaddingFreeMixin:
         """Attach again if `model_init` has made another model, or if another trainer has taken the models."""
         if not self.padding.parts:
             take_over(models_of(self))
-        elif self.padding.follow(models_of(self)):
+            return
+        self.padding.pause(False)
+        if self.padding.follow(models_of(self)):
             self._attach_to_models()
 
     def restore_padding(self) -> None:
         """
         Detach from the models and restore their state before this trainer was created.
 
-        After training, padding removal stays attached until this call, or until another trainer of this package takes
-        over the models. This trainer takes them back when it next trains or evaluates, but not after this call.
+        After a training or an evaluation the models compute padded in other code, also without this call, and other
+        trainers can take them over. This trainer packs their batches when it next trains or evaluates, but not after
+        this call.
         """
         self.padding.restore()
 
@@ -331,7 +334,7 @@ class PaddingFreeMixin:
 
     @hook
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        with entered(part.around_evaluate() for part in self.padding.parts):
+        with self.padding.in_use(), entered(part.around_evaluate() for part in self.padding.parts):
             return super().evaluate(*args, **kwargs)
 
     @hook
@@ -344,7 +347,8 @@ class PaddingFreeMixin:
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         evaluation = Evaluation(metric_key_prefix, prediction_loss_only)
-        with entered(part.around_evaluation_loop(evaluation) for part in self.padding.parts):
+        around = entered(part.around_evaluation_loop(evaluation) for part in self.padding.parts)
+        with self.padding.in_use(), around:
             evaluation.output = super().evaluation_loop(
                 dataloader, description, evaluation.loss_only, ignore_keys, metric_key_prefix=metric_key_prefix
             )
@@ -359,7 +363,8 @@ class PaddingFreeMixin:
     # -- checkpoints
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        return super().train(checkpoint_to_resume(resume_from_checkpoint, self.args.output_dir), *args, **kwargs)
+        with self.padding.in_use() if self.padding.parts else contextlib.nullcontext():
+            return super().train(checkpoint_to_resume(resume_from_checkpoint, self.args.output_dir), *args, **kwargs)
 
     def _save(self, *args: Any, **kwargs: Any) -> None:
         # `training_args.bin` is a pickle of the configuration: TRL's class loads without this package.

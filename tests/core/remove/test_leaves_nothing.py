@@ -10,6 +10,7 @@ import types
 import weakref
 from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import accelerate
 import pytest
@@ -19,6 +20,7 @@ from zoo.model_numbers import DISTINCT, REAL, assert_equal_where_real, logits_of
 from zoo.models import batch, build
 
 from trl_padfix import PaddingRemovalError, remove_padding
+from trl_padfix.core import handle
 from trl_padfix.core.model import older
 
 
@@ -55,6 +57,15 @@ def test_removing_restores_everything_also_after_an_exception(mixed, training, e
 
     assert traces(model) == before
     assert torch.equal(logits_of(model, ids, mask), logits)
+
+
+def test_an_interrupt_at_the_end_of_an_attachment_restores_everything(mixed, monkeypatch):
+    model = mixed[0]
+    before = copy.deepcopy(traces(model))
+    monkeypatch.setattr(handle, "ModuleChanges", mock.Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        remove_padding(model)
+    assert traces(model) == before
 
 
 def test_a_wrapper_around_the_search_for_packed_sequences_stays(monkeypatch):

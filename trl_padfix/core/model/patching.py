@@ -50,6 +50,7 @@ class Attachment:
         self._recomputable: set[int] = set()  # ids of packed forwards that gradient checkpointing may recompute
         self.is_detached = False  # by its owner, or by another trainer
         self.taken_over = False  # see `take_over`
+        self.is_paused = False  # its trainer computes nothing now: the model computes as before attachment
         self.is_copy = False  # of a deep copy of the model: its patches work, and nobody holds it
 
     def attach(self, patches: Iterable[ForwardPatch]) -> Self:
@@ -92,7 +93,7 @@ class Attachment:
     @property
     def enabled(self) -> bool:
         """Whether calls of this thread are packed; see [`Attachment.disabled`]."""
-        return not self.is_detached and self not in context().disabled
+        return not (self.is_detached or self.is_paused or self in context().disabled)
 
     @contextmanager
     def disabled(self) -> Iterator[None]:

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from ..anatomy import by_name, differentiates_in_parts
 from ..context import within
+from ..errors import PaddingRemovalError
 from ..handle import PaddingRemoval
 from ..mixers.mixers import FORKED
 from ..model.older import supports
@@ -252,6 +253,7 @@ def with_gradient(
 
     Raises:
         RuntimeError: If the forward cannot be differentiated.
+        PaddingRemovalError: If it does not embed the ids with the embedding of the model.
     """
     embedded: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -263,6 +265,11 @@ def with_gradient(
 
     with model.get_input_embeddings().register_forward_hook(keep, with_kwargs=True), torch.enable_grad():
         scores = score()
+        if not embedded:
+            raise PaddingRemovalError(
+                f"`{type(model).__name__}.forward` runs another model. A deep copy of a model that TRL has trained "
+                "keeps a `forward` of the original, also without this package. Delete it: `del model.forward`."
+            )
         # A dry run of the decoder calls its embedding too, and its output is not used.
         gradients = torch.autograd.grad(
             scores.sum(), [leaf for _, leaf in embedded], allow_unused=True, materialize_grads=True

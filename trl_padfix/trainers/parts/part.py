@@ -121,6 +121,7 @@ class Padding:
         self.budget: Budget | None = None
         self.is_attached = False
         self.is_restored = False
+        self.blocks = 0  # of `in_use`, one in another
         self.is_dry_run = False
         self.models: list[torch.nn.Module] = []
         self.pretrained: list[PreTrainedModel] = []
@@ -143,6 +144,22 @@ class Padding:
     def is_removed(self) -> bool:
         """Whether the models pack padded batches."""
         return self.settings.padding_free and bool(self.handles) and not self.handles[0].is_detached
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        """A block in which the trainer computes. Between such blocks its models compute as if it had not attached."""
+        self.blocks += 1
+        try:
+            yield
+        finally:
+            self.blocks -= 1
+            if not self.blocks:
+                self.pause(True)
+
+    def pause(self, is_paused: bool) -> None:
+        """Switch padding removal off or on, in all threads."""
+        for attachment in (*self.handles, *self.numberings):
+            attachment.is_paused = is_paused
 
     def follow(self, models: list[torch.nn.Module]) -> bool:
         """Whether the parts must attach to `models` again: these are new, or another trainer has taken them over."""
