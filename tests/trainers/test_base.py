@@ -157,7 +157,7 @@ def test_a_model_that_counts_columns_has_the_numbers_of_each_row_alone(tmp_path,
     ours = make("transformers'", tmp_path, trainer_class=padding_free_trainer(LeftPadded), **given)
     assert_same(trained(ours), alone)
     assert ours.padding.stats.padded_forwards == 0
-    assert caplog.text.count("GPT2Model numbers the columns of a batch") == 1
+    assert caplog.text.count("GPT2Model takes the column of a token as its position") == 1
     with pytest.raises(AssertionError):  # the control
         assert_same(padded, alone, rtol=1e-3)
 

@@ -348,7 +348,7 @@ def test_chunks_that_share_prefixes_go_on_padded_and_so_does_the_evaluation(name
 
 
 def test_padded_on_the_left_they_are_numbered_as_packed_ones(train_hooked, monkeypatch):
-    """GPT-2 itself numbers the columns of a batch."""
+    """GPT-2 itself takes the column of a token as its position."""
     build = lambda: {"model": models.build("gpt2").train(), "ref_model": models.build("gpt2", seed=1)}  # noqa: E731
     expected, _ = train_hooked("DPO", lambda states: states * 1.1, False, **build())
     mode = {"padding_side": "left", "max_tokens_per_batch": None}

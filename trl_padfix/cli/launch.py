@@ -139,16 +139,15 @@ def main(method: str, args: Sequence[str]) -> None:
             if not end.args[0]:
                 sys.exit(1)
         except KeyError as error:
-            for field in ("train", "test"):
-                if error.args == (vars(script)[f"dataset_{field}_split"],):
-                    remedy = (
-                        " `datasets` loads one split: set `test_split_size`."
-                        if data.datasets and field == "test"
-                        else ""
-                    )
-                    names = f"which `dataset_{field}_split` names. It has {', '.join(_load(script, data))}.{remedy}"
-                    raise ValueError(f"the data has no split {error}, {names}") from error
-            raise
+            splits = ("dataset_train_split", "dataset_test_split")
+            named = next((split for split in splits if error.args == (vars(script)[split],)), None)
+            if named is None:
+                raise
+            is_mixture = data.datasets and named == splits[1]
+            remedy = " `datasets` loads one split: set `test_split_size`." if is_mixture else ""
+            there = ", ".join(_load(script, data))
+            message = f"the data has no split {error}, which `{named}` names. It has {there}.{remedy}"
+            raise ValueError(message) from error
 
 
 def _load(script: Any, data: Any) -> Any:

@@ -29,7 +29,7 @@ class _TableModules(MetaPathFinder, Loader):
             raise ImportError(
                 f"trl_padfix has no `experimental.{name}`, but the modules {', '.join(EXPERIMENTS)}: `from "
                 "trl_padfix.experimental.orpo import ORPOTrainer`. KTO and distillation are in `trl_padfix` itself; "
-                "use any other trainer of TRL with `PaddingRemovalCallback`."
+                "import all else from `trl.experimental`, and use other trainers with `PaddingRemovalCallback`."
             )
         return ModuleSpec(fullname, self)
 

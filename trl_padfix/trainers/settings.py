@@ -282,7 +282,7 @@ def check_token_budget(budget: int | None, config: TrainingArguments) -> None:
     if budget is None:
         return
     if not isinstance(budget, int) or isinstance(budget, bool) or budget < 1:
-        raise ValueError(f"`max_tokens_per_batch` must be a number of tokens above 0, got {budget!r}.")
+        raise ValueError(f"`max_tokens_per_batch` must be an integer number of tokens above 0, got {budget!r}.")
     if vars(config).get("packing") and config.packing_strategy != "wrapped":
         raise ValueError(
             "`packing=True` joins the rows of a batch, which `max_tokens_per_batch` cannot split. Lower "

@@ -233,7 +233,7 @@ def _check_mask(mask: Any, batch: torch.Tensor) -> None:
         raise UnpackableBatchError(
             "shape of the mask",
             f"The attention mask has shape {tuple(mask.shape)} and the batch {tuple(batch.shape[:2])}. Without a "
-            "cache they must be the same `(B, L)`.",
+            "cache they must be the same `(B, L)`. A packed call returns no cache: to decode, pass `use_cache=True`.",
         )
 
 

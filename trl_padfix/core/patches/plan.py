@@ -147,9 +147,9 @@ class CallPlanner:
         counts_padding = self.numbering.by_columns and self.numbering.has_table and inputs.positions is None
         if counts_padding and inputs.mask is not None and not on_host(inputs.mask)[0][:, 0].all():
             self.handle.say_once(
-                f"{type(decoder).__name__} numbers the columns of a batch, so its padded numbers depend on the "
-                "padding before a row. Packed, each row has the numbers that it has alone, and these differ. Pass "
-                "`position_ids` that begin at 0 in each row to have the same numbers padded. (Shown once.)"
+                f"{type(decoder).__name__} takes the column of a token as its position, so its padded outputs depend "
+                "on the padding before a row. Packed outputs are those of each row alone, and differ from the padded "
+                "ones. Pass `position_ids` that begin at 0 in each row to get the same outputs padded. (Shown once.)"
             )
         packed = tokens.select(pack_arguments(inputs, tokens.layout, decoder, self.numbering))
         if self.has_token_types and packed.get("token_type_ids") is None:
