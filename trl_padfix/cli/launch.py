@@ -143,11 +143,9 @@ def main(method: str, args: Sequence[str]) -> None:
             named = next((split for split in splits if error.args == (vars(script)[split],)), None)
             if named is None:
                 raise
-            is_mixture = data.datasets and named == splits[1]
-            remedy = " `datasets` loads one split: set `test_split_size`." if is_mixture else ""
+            remedy = " With `datasets`, `test_split_size` makes a test split." if data.datasets else ""
             there = ", ".join(_load(script, data))
-            message = f"the data has no split {error}, which `{named}` names. It has {there}.{remedy}"
-            raise ValueError(message) from error
+            raise ValueError(f"no split {error}, which `{named}` names. The data has {there}.{remedy}") from error
 
 
 def _load(script: Any, data: Any) -> Any:

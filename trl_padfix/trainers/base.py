@@ -186,6 +186,8 @@ class PaddingFreeMixin:
                 self._attach()
                 for part in padding.parts:
                     part.on_init_end()
+                if padding.parts:
+                    padding.pause(True)
             except BaseException:  # also `KeyboardInterrupt`: the user's model must not keep half of the patches
                 for part in reversed(padding.parts):
                     part.restore()
@@ -217,20 +219,17 @@ class PaddingFreeMixin:
 
     def _follow_models(self) -> None:
         """Attach again if `model_init` has made another model, or if another trainer has taken the models."""
-        if not self.padding.parts:
-            take_over(models_of(self))
-            return
-        self.padding.pause(False)
-        if self.padding.follow(models_of(self)):
-            self._attach_to_models()
+        if self.padding.parts:
+            self.padding.pause(False)
+            if self.padding.follow(models_of(self)):
+                self._attach_to_models()
 
     def restore_padding(self) -> None:
         """
         Detach from the models and restore their state before this trainer was created.
 
-        After a training or an evaluation the models compute padded in other code, also without this call, and other
-        trainers can take them over. This trainer packs their batches when it next trains or evaluates, but not after
-        this call.
+        Between trainings and evaluations of this trainer the models compute padded in other code, also without this
+        call, and other trainers may take them over. After this call, this trainer itself computes padded, too.
         """
         self.padding.restore()
 

@@ -17,11 +17,10 @@ import torch
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedModel, TrainingArguments
 
-from ...core.anatomy import find_decoder, outermost_pretrained
+from ...core.anatomy import outermost_pretrained
 from ...core.handle import PaddingRemoval, PaddingStats
 from ...core.model.patching import Attachment
 from ...core.parity.report import ParityReport
-from ...core.remove import attachments_on
 from ..protocols import Budget, TaskTrainer
 from ..settings import Settings
 from ..task import Task
@@ -153,8 +152,7 @@ class Padding:
             yield
         finally:
             self.blocks -= 1
-            if not self.blocks:
-                self.pause(True)
+            self.pause(not self.blocks)
 
     def pause(self, is_paused: bool) -> None:
         """Switch padding removal off or on, in all threads."""
@@ -165,16 +163,11 @@ class Padding:
         """Whether the parts must attach to `models` again: these are new, or another trainer has taken them over."""
         if not self.is_attached or self.is_restored:
             return False
-        if attached := [*self.handles, *self.numberings]:
-            is_taken = any(attachment.taken_over for attachment in attached)
-        else:  # another trainer may have attached where we have nothing attached
-            others = (a for p in self.pretrained for a in attachments_on(find_decoder(p)))
-            is_taken = any(a.owned_by_trainer for a in others)
+        before = self.pretrained
         if models != self.models:  # FSDP wraps the model when training begins: it is the same transformers model
-            before, self.models = self.pretrained, models
+            self.models = models
             self.pretrained = [pretrained for model in models for pretrained in outermost_pretrained(model)]
-            return is_taken or self.pretrained != before
-        return is_taken
+        return self.pretrained != before or any(a.taken_over for a in (*self.handles, *self.numberings))
 
     def restore(self) -> None:
         """Detach from the models, as `trainer.restore_padding()` does."""
