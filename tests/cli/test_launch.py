@@ -209,9 +209,9 @@ def test_a_split_that_is_not_there_is_named_with_its_field(recipe, tmp_path):
     del settings["datasets"], settings["test_split_size"]
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
     given = ["--config", str(tmp_path / "run.yaml"), "--output_dir", str(tmp_path / "run")]
-    with pytest.raises(ValueError, match=r"no split 'dev', which `dataset_test_split` names\. It has train\."):
+    with pytest.raises(ValueError, match=r"no split 'dev', which `dataset_test_split` names\. The data has train\."):
         main("dpo", [*given, "--dataset_test_split", "dev"])
-    with pytest.raises(ValueError, match=r"no split 'dev', which `dataset_train_split` names\. It has train\."):
+    with pytest.raises(ValueError, match=r"no split 'dev', which `dataset_train_split` names\. The data has train\."):
         main("dpo", [*given, "--dataset_train_split", "dev"])
 
 
