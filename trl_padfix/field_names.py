@@ -33,13 +33,6 @@ GONE = {
 }
 """Fields of earlier versions of TRL and transformers, and what to write today."""
 
-NEEDLESS = {
-    "base_model_attribute_name", "chars_per_token", "dataset_batch_size", "force_use_ref_model", "is_encoder_decoder",
-    "label_pad_token_id", "max_target_length", "num_of_sequences", "padding_value", "use_logits_to_keep",
-    "use_num_logits_to_keep", "vllm_device", "vllm_dtype", "vllm_enable_prefix_caching",
-}  # fmt: skip
-"""Fields of earlier versions of TRL that nothing replaces."""
-
 
 def hint(name: str, known: Iterable[str]) -> str:
     """
@@ -58,6 +51,6 @@ def hint(name: str, known: Iterable[str]) -> str:
     known = {*known}
     close = [f"did you mean `{other}`?" for other in difflib.get_close_matches(name, known, n=1, cutoff=0.75)]
     gone = {old: f"it is `{new}` now" for old, new in RENAMED.items()} | GONE
-    remark = gone.get(name) or "removed from TRL: leave it out" * (name in NEEDLESS) or "".join(close)
+    remark = gone.get(name) or "".join(close)
     field = re.match(r"it is `(\w+)", remark)
     return f" ({remark})" if remark and (field is None or field[1] in known) else ""

@@ -61,7 +61,6 @@ CASES = [
     (["dpo", *CPU, "--resume_from_checkpoint", "nowhere"], "'nowhere' is no checkpoint. Checkpoints: none in"),
     (["dpo", *CPU, "--resume_from_checkpoint", "latest"], "there is no complete checkpoint in 'trainer_output'"),
     (["dpo", *RUN, "--resume_from_checkpoint", "--seed", "1"], "--resume_from_checkpoint needs a value"),
-    (["dpo", *RUN, "--eval_on_start", "true", "--eval_strategy", "no"], "`eval_on_start` evaluates"),
     (["dpo", *RUN, "--config", "twice.yaml"], "the key `seed` appears in lines 1 and 3"),
     (["dpo", *MODEL, "--dataset_name", "good.jsonl"], "`datasets: [{path: json, data_files: good.jsonl}]`"),
     (["dpo", *SHARED, "--neftune_noise_alpha", "5"], "gives each token of each row its own noise"),
@@ -105,7 +104,12 @@ EARLY = [
     (["dpo", *TEXTS], "no column 'chosen' and no column 'rejected'; it has ['text']. DPO needs `chosen`"),
     (["sft", *TEXTS, "--dataset_text_field", "txt"], "no column 'txt'; it has ['text']. SFT needs `txt`"),
     (["kto", *MODEL, "--config", "texts.yaml"], "no column 'completion' and no column 'label' and no column 'prompt'"),
-    (["dpo", *RUN, "--dataset_train_split", "dev"], "--dataset_name: Bad split: dev. Available splits: ['train']"),
+    (["kto", *MODEL, "--config", "slice.yaml"], "no column 'completion' and no column 'label' and no column 'prompt'"),
+    (["dpo", *MODEL, "--config", "entry.yaml"], "an entry has no field `data_file` (did you mean `data_files`?)"),
+    (["dpo", *MODEL, "--config", "loader.yaml"], "`path: jsonl` is no loader. Write `path: json`"),
+    (["dpo", *MODEL, "--config", "no_list.yaml"], "line 1: datasets: in a YAML write `datasets: [{path: json"),
+    (["dpo", *MODEL, "--datasets", "good.jsonl"], "--datasets: in a YAML write `datasets: [{path: json"),
+    (["dpo", *RUN, "--dataset_train_split", "dev"], ": Bad split: dev. Available splits: ['train']"),
     (["dpo", *RUN, "--output_dir", "good.jsonl/run"], "`output_dir`: 'good.jsonl/run' cannot be written: '"),
     (["rloo", *PROMPTS, "--rloo_k", "2"], "--rloo_k (it is `num_generations` now)"),
     (["dpo", *RUN, "--max_completion_length", "9"], "(it is `max_length` here, of prompt and completion)"),
@@ -128,6 +132,10 @@ def material(tmp_path_factory) -> Path:
     (folder / "cosin.yaml").write_text("lr_scheduler_type: cosin\n")
     (folder / "no_folder.yaml").write_text("datasets: [{path: ./x}]\n")
     (folder / "texts.yaml").write_text("datasets: [{path: json, data_files: good.jsonl}]\n")
+    (folder / "slice.yaml").write_text("datasets: [{path: json, data_files: good.jsonl, split: 'train[:2]'}]\n")
+    (folder / "entry.yaml").write_text("datasets: [{path: json, data_file: good.jsonl}]\n")
+    (folder / "loader.yaml").write_text("datasets: [{path: jsonl, data_files: good.jsonl}]\n")
+    (folder / "no_list.yaml").write_text("datasets: {path: json}\n")
     (folder / "twice.yaml").write_text("seed: 1\nmax_steps: 2\nseed: 2\n")
     (folder / "huge.yaml").write_text("tiny_model: huge\n")
     (folder / "no_file.yaml").write_text("datasets: [{path: csv, data_files: x.csv}]\n")

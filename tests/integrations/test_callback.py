@@ -160,7 +160,9 @@ def test_a_loss_that_only_zeros_at_padding_change_runs_padded(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("mask", ["none", "prepared"])
-def test_a_batch_without_a_mask_of_its_rows_trains(mask, tmp_path):
+def test_a_batch_without_a_mask_of_its_rows_trains_and_a_warning_says_that_the_loss_is_not_compared(
+    mask, tmp_path, caplog
+):
     class OtherMasks(ReadsPadding):
         def _prepare_inputs(self, inputs):
             keep = inputs["attention_mask"].bool()
@@ -171,9 +173,12 @@ def test_a_batch_without_a_mask_of_its_rows_trains(mask, tmp_path):
             return Trainer.compute_loss(self, model, dict(inputs), return_outputs, num_items_in_batch)
 
     callback = PaddingRemovalCallback()
-    trainer = build_trainer(tmp_path, OtherMasks, [callback], max_steps=1)
-    trainer.train()
-    assert trainer.state.global_step == 1
+    trainer = build_trainer(tmp_path, OtherMasks, max_steps=2)
+    callback.attach(trainer)
+    with caplog.at_level("WARNING"):
+        trainer.train()
+    assert trainer.state.global_step == 2
+    assert caplog.text.count("The loss of OtherMasks is not compared") == (mask == "prepared")
 
 
 def test_what_it_logs_reaches_the_reporters_before_it(tmp_path):

@@ -31,7 +31,7 @@ FAULTS = {
     "longest row": mock.patch.object(check, "_compare_longest", return_value=Distance(1, 1, 0, 0)),
     "": contextlib.nullcontext(),
 }
-PLACES = ("before the forward", "before a gather", "without padding")
+PLACES = ("before the forward", "before a gather", "without padding", "nowhere")
 """Where the loss of process 1 raises an error."""
 
 
@@ -47,7 +47,7 @@ class OfWholeBatches(trl_padfix.SFTTrainer):
         outputs = model(**given, use_cache=False)  # one forward: processes that shard a model meet in each
         is_packed = not outputs.logits[inputs["attention_mask"] == 0].any()
         assert not (is_part and (self.place == "before a gather" or (self.place == "without padding" and is_packed)))
-        self.accelerator.gather(outputs.loss)
+        assert self.accelerator.gather(outputs.loss.detach()[None])[RANK] == outputs.loss  # of this process
         return outputs.loss
 
 

@@ -220,17 +220,10 @@ def test_columns_that_a_subclass_renames_are_its_own(tmp_path):
     make_trainer(trl_padfix, "DPO", tmp_path, Renaming, train_dataset=data, max_steps=1, **FREE).train()
 
 
-PLACES = {"tokenizer": "Write `processing_class=tokenizer`", "beta": "It is a field of `DPOConfig`"}
-
-
-def test_an_unknown_argument_of_a_trainer_is_named_with_its_place():
-    args = DPOConfig(**ON_CPU)
-    for name, place in PLACES.items():
-        for trainer in (trl_padfix.DPOTrainer, trl_padfix.SFTTrainer, trl_padfix.GRPOTrainer):
-            with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'. {place}"):
-                trainer("model", args=args, **{name: None})
-    with pytest.raises(TypeError, match=r"unexpected keyword argument 'zebra'$"):
-        trl_padfix.DPOTrainer("model", args=args, zebra=1)
+def test_an_unknown_argument_of_a_trainer_is_named():
+    for trainer in (trl_padfix.DPOTrainer, trl_padfix.SFTTrainer, trl_padfix.GRPOTrainer):
+        with pytest.raises(TypeError, match="unexpected keyword argument 'zebra'"):
+            trainer("model", args=DPOConfig(**ON_CPU), zebra=1)
 
 
 def test_sequence_parallelism_is_refused(tmp_path, monkeypatch):

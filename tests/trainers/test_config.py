@@ -35,7 +35,6 @@ def test_an_unknown_field_is_answered_with_the_one_of_today():
         "evaluation_strategy": "`evaluation_strategy` (it is `eval_strategy` now)",
         "use_liger": "`use_liger` (it is `use_liger_kernel` now)",
         "generate_during_eval": "(removed from TRL: DPO and SFT have `predict_with_generate` here)",
-        "label_pad_token_id": "(removed from TRL: leave it out)",
         "padding_fre": "`padding_fre` (did you mean `padding_free`?).",
         "nonsense": "has no field `nonsense`.",
         "pool_last_token": "`DPOConfig` has no field `pool_last_token` (a field of `RewardConfig`).",

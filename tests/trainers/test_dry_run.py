@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 from kit.methods import make_trainer
-from kit.trainer_runs import break_mode, build_pairs
+from kit.trainer_runs import break_mode, build_pairs, to_the_bit
 
 import trl_padfix
 from trl_padfix import dry_run
@@ -65,6 +65,24 @@ def test_a_training_after_it_is_the_same_training(tmp_path):
     checked.train()
     assert logs(checked) == logs(plain)
     assert len(logs(plain)) == 5  # two steps, two evaluations and the end
+
+
+def test_a_training_that_generates_is_the_same_after_it(tmp_path):
+    """TRL generates for two micro-batches at once, and counts them."""
+
+    def trained(checks):
+        steps = {
+            "max_steps": 2,
+            "gradient_accumulation_steps": 2,
+            "reward_funcs": lambda completions, **_: [len(c) % 3 for c in completions],
+        }
+        trainer = make_trainer(trl_padfix, "GRPO", tmp_path / str(checks), padding_free=True, **steps)
+        if checks:
+            assert dry_run(trainer)
+        trainer.train()
+        return to_the_bit(trainer.state.log_history)
+
+    assert trained(checks=True) == trained(checks=False)
 
 
 def test_a_wrong_layout_fails_it(tmp_path, monkeypatch, capsys):

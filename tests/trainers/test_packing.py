@@ -7,9 +7,10 @@ import torch
 import trl
 from kit.methods import make_trainer
 from kit.observe import entered_tokens
-from kit.rows import build_pairs
+from kit.rows import build_pairs, build_rows
 from kit.trainer_runs import (
     assert_same,
+    break_mode,
     build_ids,
     build_model,
     build_tokenizer,
@@ -18,10 +19,16 @@ from kit.trainer_runs import (
     our_warnings,
     trajectory,
 )
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 
 import trl_padfix
-from trl_padfix import PaddingRemovalCallback, PaddingRemovalError, padding_free_trainer, remove_padding
+from trl_padfix import (
+    PaddingRemovalCallback,
+    PaddingRemovalError,
+    check_parity,
+    padding_free_trainer,
+    remove_padding,
+)
 from trl_padfix.core.remove import attachment_of
 from trl_padfix.trainers.base import PaddingFreeMixin
 
@@ -141,20 +148,55 @@ def test_between_trainings_and_evaluations_other_code_finds_the_model_padded(com
     plain.evaluate()
     padded = sum(forwards)
     assert padded == sum(batch["input_ids"].numel() for batch in plain.get_eval_dataloader())
+    ours.get_train_dataloader()
+    assert not attachment_of(model).enabled
     with remove_padding(model) as handle:
         assert attachment_of(model) is handle
+        with pytest.raises(ValueError, match="attached to this Qwen2Model already"):
+            ours.evaluate()
     forwards.clear()
     ours.evaluate()
     assert sum(forwards) == ours.padding.stats.packed_tokens < padded
+
+
+def test_a_padded_trainer_computes_padded_within_the_training_of_a_packed_one(tmp_path):
+    model, rows = build_model(), build_ids(8, begin=BEGIN)
+    padded = make_on(model, "SFT", tmp_path / "padded", eval_dataset=build_rows(4))
+
+    class Evaluates(TrainerCallback):
+        def on_step_end(self, *args, **kwargs):
+            forwards.clear()
+            padded.evaluate()
+            within.append(sum(forwards))
+
+    given = {"model": model, "train_dataset": rows, "callbacks": [Evaluates()], "max_steps": 2}
+    packed, within = make_plain_trainer(tmp_path, PackedTrainer, **given), []
+    forwards = entered_tokens(model)
+    packed.train()
+    assert within == [sum(batch["input_ids"].numel() for batch in padded.get_eval_dataloader())] * 2
+    assert packed.padding.stats.packed_tokens < packed.padding.stats.padded_tokens
+
+
+def test_the_parity_check_packs_also_between_trainings(tmp_path, monkeypatch):
+    model, rows = build_model(), build_ids(4, begin=BEGIN)
+    ours = make_plain_trainer(tmp_path, PackedTrainer, model=model, train_dataset=rows)
+    batch = {name: x for name, x in next(iter(ours.get_train_dataloader())).items() if name != "labels"}
+    report = check_parity(model, batch)
+    assert report.ok
+    assert 0 < report.packed_tokens < report.padded_tokens
+    break_mode(monkeypatch, "prefix sharing")
+    assert not check_parity(model, batch).ok
+    assert not attachment_of(model).enabled
 
 
 def test_a_copy_of_a_trained_model_runs_the_original_and_an_error_says_so(tmp_path):
     model = build_model()
     make_trainer(trl, "DPO", tmp_path / "first", model=model, ref_model=build_model()).train()
     copied, mode = copy.deepcopy(model), {"padding_free": True, "max_steps": 1}
-    with pytest.raises(PaddingRemovalError, match=r"runs another model.*`del model.forward`"):
+    with pytest.raises(PaddingRemovalError, match=r"runs another model.*Delete it"):
         make_trainer(trl_padfix, "DPO", tmp_path / "ours", model=copied, ref_model=build_model(), **mode).train()
-    del copied.forward
+    for module in copied.modules():
+        vars(module).pop("forward", None)
     ours = make_trainer(trl_padfix, "DPO", tmp_path / "ours", model=copied, ref_model=build_model(), **mode)
     before = copied.lm_head.weight.clone()
     ours.train()

@@ -75,6 +75,19 @@ def test_the_models_own_loss_is_a_mean_over_the_labels_of_all_rows():
     assert_close(split, whole, terms=64, depth=24, control=rows.mean())
 
 
+@pytest.mark.parametrize("of_reference", [torch.no_grad, torch.inference_mode])
+def test_the_parts_of_a_policy_have_gradients_also_if_a_reference_came_first(of_reference):
+    runner = PartRunner(partial(RowSplitter, 14, False))
+    embeds, mask = torch.randn(6, 5, 4, requires_grad=True), torch.ones(6, 5, dtype=torch.long)
+    call = {"inputs_embeds": embeds * 2, "attention_mask": mask}
+    with of_reference():
+        first = runner._split(call)
+    assert runner._split(call) is first
+    sum(inputs["inputs_embeds"].pow(2).sum() for inputs in first.inputs).backward()
+    assert len(first.inputs) > 1
+    assert torch.equal(embeds.grad, 8 * embeds.detach())
+
+
 def test_an_unknown_loss_costs_one_sub_batch_once(monkeypatch):
     """The sub-batch is freed before all rows run at once, and a call without the loss is split."""
     PartialState(cpu=True)  # for the log

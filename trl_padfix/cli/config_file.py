@@ -147,8 +147,6 @@ def check_given(method: str, given: Given) -> str | bool | None:
         raise ValueError("no reward is given: set `--reward_funcs`, or `--reward_model_name_or_path`.")
     if isinstance(names := values.get("reward_funcs"), str):
         raise ValueError(f"{places['reward_funcs']}: write a list: `reward_funcs: [{names}]`.")
-    if str(values.get("eval_on_start")).lower() == "true" and str(values.get("eval_strategy") or "no") == "no":
-        raise ValueError("`eval_on_start` evaluates, but `eval_strategy` is 'no'. Leave one of them out.")
     if not (values.get("dataset_name") or values.get("datasets")):
         raise ValueError(
             "no data is given: set `--dataset_name` to a folder or a Hub id, or `datasets` in a YAML (`--config`)."
@@ -220,7 +218,6 @@ def check_names(method: str, given: Given, known: Iterable[str]) -> None:
     unknown = [name for name, place in given.places.items() if not _is_known(name, place, known)]
     if unknown:
         first = f"not a field of `trl-padfix {method}` (`--help` lists them) or of `accelerate launch`:"
-        unknown.sort(key=lambda name: not given.places[name].startswith("--"))
         raise ValueError("\n".join([first, *(f"  {given.places[name]}{hint(name, known)}" for name in unknown)]))
 
 
@@ -303,16 +300,28 @@ def _check_data(method: str, values: dict[str, Any], places: dict[str, str]) -> 
             f"`datasets: [{{path: {builder}, data_files: {name}}}]`."
         )
     alone = {"path": name, "name": values.get("dataset_config"), "split": values.get("dataset_train_split")}
-    for entry in (entry for entry in values.get("datasets") or [alone] if isinstance(entry, dict)):
-        refuse_missing(path := str(entry.get("path")), place)
+    entries = values.get("datasets") or [alone]
+    if place.startswith("--datasets") or not (isinstance(entries, list) and all(isinstance(x, dict) for x in entries)):
+        raise ValueError(f"{place}: in a YAML write `datasets: [{{path: json, data_files: FILE}}]`.")
+    known = ("path", "name", "data_dir", "data_files", "split", "columns", "fraction")
+    for entry in entries:
+        unknown = [f"`{key}`{hint(key, known)}" for key in entry if key not in known]
+        if unknown and not newer_trl():
+            raise ValueError(f"{place}: an entry has no field {', '.join(unknown)}. It has {', '.join(known)}.")
+        # A stream has no slices, such as `train[:80%]`.
+        path, split = str(entry.get("path")), str(entry.get("split") or "train").partition("[")[0]
+        if (builder := DATA_FILES.get(f".{path}")) and builder != path:
+            raise ValueError(f"{place}: `path: {path}` is no loader. Write `path: {builder}`.")
+        refuse_missing(path, place)
         # `env` may set another cache, and `datasets` reads the environment at import.
         is_here = (path in DATA_FILES.values() or Path(path).is_dir()) and "://" not in str(entry)
         if is_here and "env" not in values:
-            given = {key: value for key, value in entry.items() if value and key not in ("columns", "fraction")}
+            given = {key: entry[key] for key in ("path", "name", "data_dir", "data_files") if entry.get(key)}
             try:
                 with patch("datasets.config.TORCH_AVAILABLE", "torch" in sys.modules):  # else a stream imports torch
-                    rows = load_dataset(**{"split": "train"} | given, streaming=True)
+                    columns = column_names(load_dataset(**given, split=split, streaming=True))
+                needed = needed_columns(method, values.get("dataset_text_field") or "text")
+                data = str(entry.get("data_files") or path)
+                require_columns(columns & {*(entry.get("columns") or columns)}, data, *needed)
             except (FileNotFoundError, ValueError) as error:
                 raise ValueError(f"{place}: {error}") from error
-            columns = {*(entry.get("columns") or column_names(rows))}
-            require_columns(columns, "train", *needed_columns(method, values.get("dataset_text_field") or "text"))

@@ -140,12 +140,11 @@ def main(method: str, args: Sequence[str]) -> None:
                 sys.exit(1)
         except KeyError as error:
             splits = ("dataset_train_split", "dataset_test_split")
-            named = next((split for split in splits if error.args == (vars(script)[split],)), None)
-            if named is None:
+            named = [split for split in splits if error.args == (vars(script)[split],)]
+            if not named:
                 raise
-            remedy = " With `datasets`, `test_split_size` makes a test split." if data.datasets else ""
             there = ", ".join(_load(script, data))
-            raise ValueError(f"no split {error}, which `{named}` names. The data has {there}.{remedy}") from error
+            raise ValueError(f"no split {error}, which `{named[0]}` names. The data has {there}.") from error
 
 
 def _load(script: Any, data: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from torch.distributed import ProcessGroup
 
 from .errors import PaddingRemovalError
 from .handle import PaddingRemoval
@@ -10,10 +10,6 @@ from .mixers.mixers import DIRECT, FORKED, ROWS
 from .mixers.primitives import LEFT_OUT, primitives_of
 from .parallel.collectives import Group
 from .parallel.local import CONTEXT_PARALLEL
-
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 
 __all__ = ["split_rows"]

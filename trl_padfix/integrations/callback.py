@@ -36,7 +36,7 @@ from ..trainers.distributed import max_over_processes, models_of, splitting_para
 from ..trainers.messages import say
 from ..trainers.metrics.token_counts import TokenCounter, report_of
 from ..trainers.parts.packing import attach_to_models
-from ..trainers.parts.parity import READS_PADDING, compare, first_call, print_reports
+from ..trainers.parts.parity import NOT_COMPARED, READS_PADDING, compare, first_call, print_reports
 from ..trainers.parts.part import entered
 from ..trainers.parts.saved_state import saved_state, without_noise
 from ..trainers.parts.step_parity import has_padding, other_padding, without_packing
@@ -233,7 +233,8 @@ class PaddingRemovalCallback(TrainerCallback):
             )
         with in_words(self.words):
             sharing = prefix_sharing_with_neftune(self.prefix_sharing, trainer.args)
-        self.handles, self.reports, self._run = [], [], _Run(trainer, sharing, checks_loss=self.parity_check)
+        checks_loss = self.parity_check and not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled)
+        self.handles, self.reports, self._run = [], [], _Run(trainer, sharing, checks_loss=checks_loss)
         self._attach_to(models, self._run)
         if self.parity_check:
             recorded = first_call(trainer.model, self.handles[0])
@@ -279,18 +280,21 @@ class PaddingRemovalCallback(TrainerCallback):
         """Compute all steps padded if the loss reads padding; checked on the first batch that has any."""
         trainer, given = run.trainer, inputs if isinstance(inputs, Mapping) else {}
         ids, mask = (getattr(given.get(name), "shape", None) for name in ("input_ids", "attention_mask"))
-        if ids is None or ids != mask or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
-            run.checks_loss = False
-        elif max_over_processes(trainer, int(has_padding([inputs]))):
-            loss, other = self._padded_losses(trainer, inputs, compute)
+        if ids is None or mask not in (None, ids):
+            logger.warning_once(NOT_COMPARED.format(type(trainer).__name__))
+        padded = [inputs] if ids is not None and ids == mask and has_padding([inputs]) else []
+        # All processes compare, and decide alike, if one has padding.
+        if max_over_processes(trainer, len(padded)):
+            loss, other = self._padded_losses(trainer, inputs, padded, compute)
             limit = Limits.of_step(lowest_dtype(trainer.model)).mean * max(abs(loss), 1.0)
-            run.why_padded = READS_PADDING if abs(loss - other) > limit else ""
-            run.checks_loss = not max_over_processes(trainer, int(loss != 0))  # zero shows nothing
+            reads = max_over_processes(trainer, int(abs(loss - other) > limit))
+            run.why_padded = READS_PADDING if reads else ""
+            run.checks_loss = not max_over_processes(trainer, int(loss != 0 and bool(padded)))  # zero shows nothing
 
-    def _padded_losses(self, trainer: Trainer, inputs: Any, compute: Callable[[Any], Any]) -> list[float]:
-        """The padded loss of a batch, and that with other embeddings and logits at padding."""
+    def _padded_losses(self, trainer: Trainer, inputs: Any, padded: list[Any], compute: Callable) -> list[float]:
+        """The padded loss of a batch, and that with other embeddings and logits at padding, if it is `padded`."""
         head, losses = find_pretrained(trainer.model).get_output_embeddings(), []
-        for batches in ([], [inputs]):
+        for batches in ([], padded):
             embeddings = partial(other_padding, batches, torch.Generator())
             with without_packing(self.handles, embeddings), ExitStack() as stack:
                 if batches and head is not None:

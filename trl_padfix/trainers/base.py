@@ -186,8 +186,7 @@ class PaddingFreeMixin:
                 self._attach()
                 for part in padding.parts:
                     part.on_init_end()
-                if padding.parts:
-                    padding.pause(True)
+                padding.pause(True)
             except BaseException:  # also `KeyboardInterrupt`: the user's model must not keep half of the patches
                 for part in reversed(padding.parts):
                     part.restore()
@@ -219,10 +218,10 @@ class PaddingFreeMixin:
 
     def _follow_models(self) -> None:
         """Attach again if `model_init` has made another model, or if another trainer has taken the models."""
-        if self.padding.parts:
-            self.padding.pause(False)
-            if self.padding.follow(models_of(self)):
-                self._attach_to_models()
+        if not self.padding.parts:
+            take_over(models_of(self))
+        elif self.padding.follow(models_of(self)):
+            self._attach_to_models()
 
     def restore_padding(self) -> None:
         """
@@ -264,11 +263,12 @@ class PaddingFreeMixin:
         given, now = vars(self.padding.settings), vars(Settings.of(self.args, **self.fixed_settings))
         if late := [f"`{name}={now[name]}`" for name in given if now[name] != given[name]]:
             raise ValueError(f"Set {', '.join(late)} before you make the trainer: it has already read its fields.")
-        self._follow_models()  # after `model_init`; data loaders read the handle of the model
-        if is_training and self.padding.settings.are_set:
-            observe_user_step(self, self._around_user_step)
-        with entered(part.around_dataloader(dataset, is_training) for part in self.padding.parts):
-            yield
+        with self.padding.in_use():
+            self._follow_models()  # after `model_init`; data loaders read the handle of the model
+            if is_training and self.padding.settings.are_set:
+                observe_user_step(self, self._around_user_step)
+            with entered(part.around_dataloader(dataset, is_training) for part in self.padding.parts):
+                yield
 
     def _around_user_step(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
         if reason := self.padding.task.why_padded({}):  # the step may compute its own loss
@@ -279,7 +279,8 @@ class PaddingFreeMixin:
 
     @hook
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        with entered(part.around_training_step() for part in self.padding.parts), observe_user_loss(self):
+        around = entered(part.around_training_step() for part in self.padding.parts)
+        with self.padding.in_use(), around, observe_user_loss(self):
             return super().training_step(*args, **kwargs)
 
     @observe_loss
@@ -300,18 +301,19 @@ class PaddingFreeMixin:
         written to them.
         """
         padding, is_outer = self.padding, self.padding.running is None
-        if is_outer:  # another trainer may have evaluated the model since the last step
-            self._follow_models()
-        mode = "train" if self.model.training else "eval"
-        number = self.state.global_step + (mode == "train")
-        step = Step(model, inputs, mode, number, padding.task, arguments or {})
-        for part in padding.in_steps:
-            if is_outer:
-                step = part.begin_step(step)
-            else:  # a subclass may have edited the batch of the outer block
-                part.check_batch(inputs)
-        around = [part.around_step for part in padding.in_steps] if is_outer else []
-        with batch_cache(), temporarily_set(padding, running=step):
+        with padding.in_use(), batch_cache(), contextlib.ExitStack() as stack:
+            if is_outer:  # another trainer may have evaluated the model since the last step
+                self._follow_models()
+            mode = "train" if self.model.training else "eval"
+            number = self.state.global_step + (mode == "train")
+            step = Step(model, inputs, mode, number, padding.task, arguments or {})
+            for part in padding.in_steps:
+                if is_outer:
+                    step = part.begin_step(step)
+                else:  # a subclass may have edited the batch of the outer block
+                    part.check_batch(inputs)
+            around = [part.around_step for part in padding.in_steps] if is_outer else []
+            stack.enter_context(temporarily_set(padding, running=step))
             # Not only for models that get labels: a loss may also use logits and completion masks.
             step.why_padded = reason = padding.task.why_padded(inputs)
             padded = (handle.padded(reason) for handle in padding.handles if reason)
@@ -320,7 +322,7 @@ class PaddingFreeMixin:
 
     @hook
     def prediction_step(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        with observe_user_loss(self):
+        with self.padding.in_use(), observe_user_loss(self):
             loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)
         return loss, *self.padding.task.metrics_inputs(inputs, logits, labels)
 
@@ -362,7 +364,7 @@ class PaddingFreeMixin:
     # -- checkpoints
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        with self.padding.in_use() if self.padding.parts else contextlib.nullcontext():
+        with self.padding.in_use():
             return super().train(checkpoint_to_resume(resume_from_checkpoint, self.args.output_dir), *args, **kwargs)
 
     def _save(self, *args: Any, **kwargs: Any) -> None:
@@ -378,11 +380,7 @@ class PaddingFreeMixin:
 def by_name(owners: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Arguments of an `__init__` by name. Each of `owners` defines one, and passes `*args` on to the next."""
     signature = inspect.signature(owners[0].__init__)
-    try:
-        named = dict(signature.bind(None, *args, **kwargs).arguments)
-    except TypeError as error:  # raise Python's error for a call of `__init__` with these arguments
-        unknown = [name for name in kwargs if name not in signature.parameters]
-        raise TypeError(f"{owners[0].__name__}.__init__() {error}{_place_of(unknown, kwargs.get('args'))}") from None
+    named = dict(signature.bind(None, *args, **kwargs).arguments)
     kinds = {parameter.kind: name for name, parameter in signature.parameters.items()}
     args = named.pop(kinds.get(inspect.Parameter.VAR_POSITIONAL), ())
     kwargs = named.pop(kinds.get(inspect.Parameter.VAR_KEYWORD), {})
@@ -390,14 +388,6 @@ def by_name(owners: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any
         return named | (by_name(owners[1:], args, kwargs) if args or kwargs else {})
     except TypeError:  # the next class has parameters that this one fills in itself
         return named | kwargs
-
-
-def _place_of(unknown: list[str], config: object) -> str:
-    """End of an error message: where unknown arguments of a trainer belong; empty if they belong nowhere."""
-    if "tokenizer" in unknown:
-        return ". Write `processing_class=tokenizer`."
-    moved = [name for name in unknown if hasattr(config, name)]
-    return f". It is a field of `{type(config).__name__}`, which is given as `args`." if moved else ""
 
 
 T = TypeVar("T", bound=Trainer)

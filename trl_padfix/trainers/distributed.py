@@ -116,15 +116,22 @@ def max_over_processes(trainer: TaskTrainer, count: int) -> int:
     return int(gather(torch.tensor([count], device=trainer.args.device)).max())
 
 
-def local_metrics_only(accelerator: Accelerator) -> contextlib.AbstractContextManager[None]:
-    """A block with the metrics of this process alone: `accelerator.gather` and its like return their argument."""
+def local_metrics_only(accelerator: Accelerator, copies: int = 1) -> contextlib.AbstractContextManager[None]:
+    """
+    A block with the metrics of this process alone: `accelerator.gather` and its like return their argument.
+
+    `copies`: how often `gather` repeats it, for code that expects the tensors of that many processes.
+    """
 
     # Weights differ between processes, so means are weighted before they are reduced, not gathered before.
-    def identity(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return tensor
+    def identity(value: Any, *args: Any, **kwargs: Any) -> Any:
+        return value
 
-    names = ("gather", "gather_for_metrics", "pad_across_processes", "reduce")
-    return temporarily_set(accelerator, **dict.fromkeys(names, identity))
+    def gather(value: Any, *args: Any, **kwargs: Any) -> Any:
+        return torch.cat([torch.atleast_1d(value)] * copies) if copies > 1 else value
+
+    others = dict.fromkeys(("pad_across_processes", "reduce"), identity)
+    return temporarily_set(accelerator, gather=gather, gather_for_metrics=gather, **others)
 
 
 def raise_on_all(error: Exception | None) -> None:

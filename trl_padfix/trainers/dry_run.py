@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import math
 import textwrap
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Iterator, Sized
 from dataclasses import fields
 from enum import Enum
 from typing import Any
 
-import torch
 from transformers.trainer_callback import DefaultFlowCallback
 
 from ..core.anatomy import find_pretrained
@@ -19,6 +18,7 @@ from ..core.parity.report import ParityError
 from .distributed import datasets_of, named_models_of
 from .messages import counted
 from .parts.part import Padding, PaddingFreeTrainer
+from .parts.saved_state import saved_state
 
 
 __all__ = ["dry_run"]
@@ -77,37 +77,26 @@ def dry_run(trainer: PaddingFreeTrainer) -> bool:
 
 def _compute_first_batches(trainer: PaddingFreeTrainer) -> None:
     """The first forward of a training, and of an evaluation if there is one."""
-    devices = [trainer.args.device] if trainer.args.device.type == "cuda" else []
-    metrics = vars(trainer).get("_metrics", {})  # TRL's trainers collect them until the next log
-    try:
+    backward = trainer.accelerator.backward
+    with (
+        saved_state(trainer),  # TRL counts steps of online trainers, and keeps their next micro-batches
+        temporarily_set(trainer.callback_handler, callbacks=[DefaultFlowCallback()]),
+        temporarily_set(trainer.padding, is_dry_run=True),
+    ):
         with (
-            torch.random.fork_rng(devices),
-            temporarily_set(trainer.callback_handler, callbacks=[DefaultFlowCallback()]),
-            temporarily_set(trainer, _total_train_tokens=0),
-            temporarily_set(trainer.padding, is_dry_run=True),
+            # Nothing outside of the parity check.
+            temporarily_set(trainer.accelerator, backward=lambda *x, **y: context().stats and backward(*x, **y)),
+            temporarily_set(trainer.args, eval_on_start=False),
+            _stopping(trainer, "training_step"),
         ):
-            with (
-                temporarily_set(trainer.accelerator, backward=_in_comparisons(trainer.accelerator.backward)),
-                temporarily_set(trainer.args, eval_on_start=False),
-                _stopping(trainer, "training_step"),
-            ):
-                trainer.train()
-            if _evaluates(trainer):
-                with _stopping(trainer, "prediction_step"):
-                    trainer.evaluate()
-    finally:
-        trainer.is_in_train = False
-        for of_mode in metrics.values():
-            of_mode.clear()
+            trainer.train()
+        if _evaluates(trainer):
+            with _stopping(trainer, "prediction_step"):
+                trainer.evaluate()
 
 
 def _evaluates(trainer: PaddingFreeTrainer) -> bool:
     return trainer.eval_dataset is not None and trainer.args.eval_strategy != "no"
-
-
-def _in_comparisons(backward: Callable[..., None]) -> Callable[..., None]:
-    """The `backward` of an accelerator, which computes nothing outside of the parity check."""
-    return lambda *args, **kwargs: backward(*args, **kwargs) if context().stats is not None else None
 
 
 @contextlib.contextmanager

@@ -40,6 +40,7 @@ def traces(model: transformers.PreTrainedModel) -> dict[str, Any]:
 @pytest.mark.parametrize(("error", "training"), [(None, True), (ValueError, True), (KeyboardInterrupt, False)])
 def test_removing_restores_everything_also_after_an_exception(mixed, training, error):
     model, ids, mask, logits = mixed
+    gc.collect()  # handles of other tests
     before, kept = copy.deepcopy(traces(model)), []
 
     def fail(*_: Any) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from ..anatomy import differentiates_in_parts, reset_gather_order, reshard_parameters
-from ..context import context, within
+from ..context import context, temporarily_set, within
 from ..errors import UnpackableCallError
 from ..generation import evaluating
 from ..handle import PaddingRemoval, PaddingStats
@@ -128,6 +128,7 @@ def check_parity(
         # every step. Hooks are not such a reason: the comparison tests them.
         enabled = context().disabled - {handle}
         stack.enter_context(within(disabled=enabled, stats=PaddingStats(), strict=True))
+        stack.enter_context(temporarily_set(handle, is_paused=False))  # of a trainer that computes nothing now
         called = called_module(model, handle)
         with pooling_last_column(prepare(called, batch, handle), handle) as sample:
             handle.accept_hooks()
@@ -183,6 +184,7 @@ def _judge(outcome: Outcome, forwards: Forwards, widest: bool = False) -> Parity
         obstacle = "those of the padded forward are not finite"
         distance = replace(distance, gradient=None)
     rounding = next((_differences(other, padded).mean().item() for other in outcome.others_padded), None)
+    hook = handle.changes.check() if handle.changes is not None else None
     return ParityReport(
         **vars(distance),
         compared=outcome.packed.values.numel(),
@@ -194,13 +196,8 @@ def _judge(outcome: Outcome, forwards: Forwards, widest: bool = False) -> Parity
         finite=bool(padded.values.isfinite().all()),
         rounding=rounding,
         not_compared=obstacle,
-        caveat=_hook_caveat(handle),
+        caveat=(hook and f"{hook} gets packed rows; remove it if it mixes tokens or reads columns of the batch") or "",
     )
-
-
-def _hook_caveat(handle: PaddingRemoval) -> str:
-    hook = handle.changes.check() if handle.changes is not None else None
-    return (hook and f"{hook} gets packed rows; remove it if it mixes tokens or reads columns of the batch") or ""
 
 
 def _ask_rows_alone(report: ParityReport, outcome: Outcome, forwards: Forwards) -> ParityReport:

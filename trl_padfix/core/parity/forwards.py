@@ -268,7 +268,8 @@ def with_gradient(
         if not embedded:
             raise PaddingRemovalError(
                 f"`{type(model).__name__}.forward` runs another model. A deep copy of a model that TRL has trained "
-                "keeps a `forward` of the original, also without this package. Delete it: `del model.forward`."
+                "keeps a `forward` of the original, also without this package. Delete it: `for m in model.modules(): "
+                "vars(m).pop('forward', None)`."
             )
         # A dry run of the decoder calls its embedding too, and its output is not used.
         gradients = torch.autograd.grad(

@@ -204,9 +204,11 @@ class PartRunner:
         for batch in self._batches:
             if batch.version.matches(call[name], mask):
                 return batch
-        parts = self.splitter.split(call[name], mask, images=self.images)
         tensors = {name: call[name]} | ({} if mask is None else {"attention_mask": mask})
-        inputs = [{name: x[rows] for name, x in tensors.items()} for rows in parts.rows]
+        # A reference may come before the policy, which needs gradients of embeddings.
+        with torch.inference_mode(False), torch.enable_grad():
+            parts = self.splitter.split(call[name], mask, images=self.images)
+            inputs = [{name: x[rows] for name, x in tensors.items()} for rows in parts.rows]
         self._batches.append(_SplitBatch(BatchVersion.of(call[name], mask), parts, inputs))
         return self._batches[-1]
 

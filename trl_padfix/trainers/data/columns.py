@@ -21,18 +21,16 @@ def needed_columns(method: str, text_column: str = "text") -> tuple[list[set[str
     A command checks local data before it imports torch, and so before any trainer.
     """
     pairs, prompted = {"chosen", "rejected"}, "`chosen` and `rejected` (and `prompt`, unless both begin with it)"
-    if method == "dpo":
-        return [pairs], f"DPO needs {prompted}"
-    if method == "reward":
-        tokenized = [{"chosen_ids", "rejected_ids"}, {"chosen_input_ids", "rejected_input_ids"}]
-        return [pairs, *tokenized], f"A reward model needs {prompted}"
-    if method == "kto":
-        needs = "KTO needs `prompt`, `completion` and `label`, or pairs with `chosen` and `rejected`"
-        return [{"prompt", "completion", "label"}, pairs], needs
-    if method == "sft":
-        needs = f"SFT needs `{text_column}`, `messages`, `prompt` and `completion`, or `input_ids`"
-        return [{text_column}, {"messages"}, {"conversations"}, {"prompt", "completion"}, {"input_ids"}], needs
-    return [{"prompt"}], "Completions are generated from `prompt`"
+    tokenized = [{"chosen_ids", "rejected_ids"}, {"chosen_input_ids", "rejected_input_ids"}]
+    unpaired = "KTO needs `prompt`, `completion` and `label`, or pairs with `chosen` and `rejected`"
+    texts = [{text_column}, {"messages"}, {"conversations"}, {"prompt", "completion"}, {"input_ids"}]
+    generated = [{"prompt"}], "Completions are generated from `prompt`"
+    return {
+        "dpo": ([pairs], f"DPO needs {prompted}"),
+        "reward": ([pairs, *tokenized], f"A reward model needs {prompted}"),
+        "kto": ([{"prompt", "completion", "label"}, pairs], unpaired),
+        "sft": (texts, f"SFT needs `{text_column}`, `messages`, `prompt` and `completion`, or `input_ids`"),
+    }.get(method, generated)
 
 
 def column_names(dataset: Dataset | IterableDataset) -> set[str]:

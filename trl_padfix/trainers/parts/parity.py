@@ -53,6 +53,10 @@ MIXES_ROWS = (
     "them out"
 )
 
+NOT_COMPARED = (
+    "The loss of {} is not compared: its batches lack `input_ids` and `attention_mask`. If it reads padding, mask it."
+)
+
 MOST_ZEROS = 50
 """Most steps without a gradient that are compared: a model may amplify rounding so much that no step has one."""
 
@@ -139,7 +143,7 @@ class Parity(Part):
         else:
             for handle in self.trainer.padding.handles:
                 handle.accept_hooks()  # the comparison after these forwards checks them
-            said = f"The loss of {type(self.trainer).__name__} was not compared with its padded value: no `input_ids`."
+            said = NOT_COMPARED.format(type(self.trainer).__name__)
             if self.trainer.accelerator.is_local_main_process:
                 self.trainer.padding.handles[0].say_once(said, tell=say)
             with self._model_compared_on_first_call(step.mode, step.model):

@@ -17,10 +17,11 @@ import torch
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedModel, TrainingArguments
 
-from ...core.anatomy import outermost_pretrained
+from ...core.anatomy import find_decoder, outermost_pretrained
 from ...core.handle import PaddingRemoval, PaddingStats
 from ...core.model.patching import Attachment
 from ...core.parity.report import ParityReport
+from ...core.remove import attachments_on
 from ..protocols import Budget, TaskTrainer
 from ..settings import Settings
 from ..task import Task
@@ -148,6 +149,7 @@ class Padding:
     def in_use(self) -> Iterator[None]:
         """A block in which the trainer computes. Between such blocks its models compute as if it had not attached."""
         self.blocks += 1
+        self.pause(False)
         try:
             yield
         finally:
@@ -167,7 +169,12 @@ class Padding:
         if models != self.models:  # FSDP wraps the model when training begins: it is the same transformers model
             self.models = models
             self.pretrained = [pretrained for model in models for pretrained in outermost_pretrained(model)]
-        return self.pretrained != before or any(a.taken_over for a in (*self.handles, *self.numberings))
+        if attached := [*self.handles, *self.numberings]:
+            is_taken = any(attachment.taken_over for attachment in attached)
+        else:  # another trainer may have attached where we have nothing attached, or attaching failed
+            others = (a for p in self.pretrained for a in attachments_on(find_decoder(p)))
+            is_taken = self.settings.padding_free or any(a.owned_by_trainer for a in others)
+        return is_taken or self.pretrained != before
 
     def restore(self) -> None:
         """Detach from the models, as `trainer.restore_padding()` does."""

@@ -176,7 +176,11 @@ def _few_items(trainer: PaddingFreeTrainer, inputs: Any) -> list[dict[str, Any]]
     lengths = mask.sum(1).view(of_item, -1).sum(0).tolist()
     by_length = sorted(range(len(lengths)), key=lengths.__getitem__)
     longer = [item for item in by_length if lengths[item] >= 2 * lengths[by_length[0]]]
-    items = sorted([*dict.fromkeys([*(longer[:1] or by_length[-1:]), *by_length])][:ITEMS])
+    first = (longer or by_length[::-1])[0]
+    # A loss may read padding at one end only: of prompts, or of completions.
+    edges = (m.long().argmax(1).view(of_item, -1).T.tolist() for m in (mask, mask.flip(1)))
+    others = [next((item for item in by_length if edge[item] != edge[first]), first) for edge in edges]
+    items = sorted([*dict.fromkeys([first, *others, *by_length])][:ITEMS])
     scored = scored_tokens(inputs)
     needed = mask.bool() if scored is None else mask.bool() | scored
     parts = BatchParts.of_items([items, *([item] for item in items)], needed, of_item, images)
@@ -307,7 +311,8 @@ class _Comparison:
                 self._values_of_process(batch, budget, is_alone=True)
             except Exception as error:
                 failed = error
-            if self._on_any_process(failed is not None):
+            # If all failed, they expect a wrapped model, or more than one process.
+            if self._on_any_process(failed is not None) and self._on_any_process(failed is None):
                 raise failed or RuntimeError("another process raised an error")
         return self._values_of_process(batch, budget)
 
@@ -325,10 +330,10 @@ class _Comparison:
                 return _Values(float(loss), self._gradient())
             if is_alone:
                 model = model if is_sharded(trainer) else trainer.accelerator.unwrap_model(model)
-                stack.enter_context(local_metrics_only(trainer.accelerator))
+                stack.enter_context(local_metrics_only(trainer.accelerator, trainer.accelerator.num_processes))
                 stack.enter_context(temporarily_set(padding.budget, _is_in_step=False))  # runs no backward of parts
             loss = trainer.compute_loss(model, batch, **step.arguments)
-            return _Values(float(loss[0] if step.returns_outputs else loss), None)
+            return _Values((loss[0] if step.returns_outputs else loss).item(), None)
 
     def _gradient(self) -> torch.Tensor:
         """Some entries of the gradient of each parameter, all in one row."""
