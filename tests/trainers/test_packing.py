@@ -159,6 +159,31 @@ def test_between_trainings_and_evaluations_other_code_finds_the_model_padded(com
     assert sum(forwards) == ours.padding.stats.packed_tokens < padded
 
 
+@pytest.mark.parametrize("precision", [{"bf16": True, "gradient_checkpointing": True}, {}])
+def test_a_loss_that_is_computed_by_hand_has_a_backward(precision, tmp_path):
+    """The budget recomputes sub-batches in the backward, when the trainer computes nothing any more."""
+
+    class OfAllRows(trl_padfix.SFTTrainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            logits = model(**{name: inputs[name] for name in ("input_ids", "attention_mask")}, use_cache=False).logits
+            return logits[inputs["attention_mask"].bool()].logsumexp(-1).mean() ** 2
+
+    def gradient(**fields):
+        given = {"model": build_model(), "per_device_train_batch_size": 6, "parity_check": False} | precision | fields
+        trainer = make_trainer(trl_padfix, "SFT", tmp_path, OfAllRows, **given)
+        trainer.model.train()
+        forwards = entered_tokens(trainer.model)
+        trainer.compute_loss(trainer.model, dict(next(iter(trainer.get_train_dataloader())))).backward()
+        return trainer.model.lm_head.weight.grad, forwards
+
+    (whole, once), (split, parts) = gradient(padding_free=True), gradient(padding_free=True, max_tokens_per_batch=40)
+    assert max(parts) < max(once)
+    if precision:
+        assert (split - whole).norm() <= 8 * torch.finfo(torch.bfloat16).eps * whole.norm()
+    else:
+        assert_same(split, whole)
+
+
 def test_a_padded_trainer_computes_padded_within_the_training_of_a_packed_one(tmp_path):
     model, rows = build_model(), build_ids(8, begin=BEGIN)
     padded = make_on(model, "SFT", tmp_path / "padded", eval_dataset=build_rows(4))

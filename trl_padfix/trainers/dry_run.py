@@ -84,7 +84,7 @@ def _compute_first_batches(trainer: PaddingFreeTrainer) -> None:
         temporarily_set(trainer.padding, is_dry_run=True),
     ):
         with (
-            # Nothing outside of the parity check.
+            # The backward of the step is left out; only those of the parity check run.
             temporarily_set(trainer.accelerator, backward=lambda *x, **y: context().stats and backward(*x, **y)),
             temporarily_set(trainer.args, eval_on_start=False),
             _stopping(trainer, "training_step"),

@@ -93,7 +93,8 @@ class Attachment:
     @property
     def enabled(self) -> bool:
         """Whether calls of this thread are packed; see [`Attachment.disabled`]."""
-        return not (self.is_detached or self.is_paused or self in context().disabled)
+        # A backward recomputes what the trainer has computed packed, and may come after the pause.
+        return not (self.is_detached or (self.is_paused and not in_backward()) or self in context().disabled)
 
     @contextmanager
     def disabled(self) -> Iterator[None]:

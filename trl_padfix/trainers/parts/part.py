@@ -121,7 +121,7 @@ class Padding:
         self.budget: Budget | None = None
         self.is_attached = False
         self.is_restored = False
-        self.blocks = 0  # of `in_use`, one in another
+        self.blocks = 0  # open blocks of `in_use`, which nest
         self.is_dry_run = False
         self.models: list[torch.nn.Module] = []
         self.pretrained: list[PreTrainedModel] = []

@@ -311,7 +311,7 @@ class _Comparison:
                 self._values_of_process(batch, budget, is_alone=True)
             except Exception as error:
                 failed = error
-            # If all failed, they expect a wrapped model, or more than one process.
+            # If all processes failed, the loss may expect a wrapped model: the step itself shows whether it runs.
             if self._on_any_process(failed is not None) and self._on_any_process(failed is None):
                 raise failed or RuntimeError("another process raised an error")
         return self._values_of_process(batch, budget)
