@@ -130,7 +130,7 @@ def test_without_the_kernel_of_a_gpu_layers_run_uncompiled(caplog, monkeypatch):
 
 def test_layers_with_patches_of_another_kind_are_left_as_they_are():
     class RowsPatch(ForwardPatch):
-        def call_enabled(self, *args, **kwargs):
+        def packed(self, *args, **kwargs):
             return self.wrapped(*args, **kwargs)
 
     model = build()

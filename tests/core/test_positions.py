@@ -57,7 +57,7 @@ def test_positions_that_go_on_give_other_numbers(monkeypatch):
         packed = model(IDS, attention_mask=MASK, use_cache=False).logits
         for patch in handle._patches:
             if type(patch).__name__ == "PositionPatch":
-                monkeypatch.setattr(patch, "call_enabled", patch.wrapped)
+                monkeypatch.setattr(patch, "packed", patch.wrapped)
         broken = model(IDS, attention_mask=MASK, use_cache=False).logits
     assert (packed - broken)[MASK.bool()].abs().max() > 0.01
 

@@ -213,7 +213,7 @@ class Model:
 
     def call(self, *images: torch.Tensor) -> list[torch.Tensor]:
         with torch.no_grad(), within(model=ModelCall(self.decoder)):
-            return [self.patch.call_enabled(x) for x in images]
+            return [self.patch.packed(x) for x in images]
 
 
 def pairs(count: int = 2) -> torch.Tensor:

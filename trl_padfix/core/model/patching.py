@@ -172,9 +172,9 @@ class ForwardPatch:
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """The forward while the patch is on."""
-        return self.call_enabled(*args, **kwargs) if self.attachment.enabled else self.wrapped(*args, **kwargs)
+        return self.packed(*args, **kwargs) if self.attachment.enabled else self.wrapped(*args, **kwargs)
 
-    def call_enabled(self, *args: Any, **kwargs: Any) -> Any:
+    def packed(self, *args: Any, **kwargs: Any) -> Any:
         """The forward while padding removal is on."""
         raise NotImplementedError
 

@@ -47,7 +47,7 @@ class DecoderPatch(BatchPatch):
         with nullcontext() if packed_call(self.module) is None else outside_calls():
             return super().call(*args, **kwargs)
 
-    def call_enabled(self, *args: Any, **kwargs: Any) -> Any:
+    def packed(self, *args: Any, **kwargs: Any) -> Any:
         """The output of a call: packed, or padded if there is nothing to pack, or if it cannot be packed."""
         handle, outer, plan = self.attachment, model_call(self.module), None
         inputs = DecoderInputs.read(self.bind(args, kwargs), handle, outer, self.planner.is_causal)

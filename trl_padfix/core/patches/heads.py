@@ -93,7 +93,7 @@ class LMHeadPatch(BatchPatch):
         with gathered_head(self.module, self.attachment.decoder):
             return super().call(*args, **kwargs)
 
-    def call_enabled(self, *args: Any, **kwargs: Any) -> Any:
+    def packed(self, *args: Any, **kwargs: Any) -> Any:
         call = self.bind(args, kwargs)
         with cache_of_call():  # the decoder reads the same tensors again
             # A loss takes `shift_labels`, if it gets them, in place of `labels`.
@@ -189,7 +189,7 @@ class HeadPatch(ForwardPatch):
 
     attachment: PaddingRemoval
 
-    def call_enabled(self, *args: Any, **kwargs: Any) -> Any:
+    def packed(self, *args: Any, **kwargs: Any) -> Any:
         call = model_call(self.attachment.decoder)
         # After two calls of the decoder it is unknown which states these are.
         layout = None if call.selects_columns or len(call.returned) != 1 else call.returned[0]
@@ -208,7 +208,7 @@ class TokenLabelsPatch(BatchPatch):
 
     attachment: PaddingRemoval
 
-    def call_enabled(self, *args: Any, **kwargs: Any) -> Any:
+    def packed(self, *args: Any, **kwargs: Any) -> Any:
         call = self.bind(args, kwargs)
         with cache_of_call():
             scores_padding = _lack_states(call, "labels", at_padding)
@@ -233,7 +233,7 @@ class PoolingPatch(BatchPatch):
 
     _has_warned = False
 
-    def call_enabled(self, *args: Any, **kwargs: Any) -> Any:
+    def packed(self, *args: Any, **kwargs: Any) -> Any:
         decoder = self.attachment.decoder
         if self.attachment.pool_last_token:
             with within(model=ModelCall(decoder, pools_last=True)):

@@ -25,7 +25,7 @@ class PositionPatch(ForwardPatch):
 
     attachment: PaddingRemoval
 
-    def call_enabled(self, *args: Any, **kwargs: Any) -> Any:
+    def packed(self, *args: Any, **kwargs: Any) -> Any:
         call = call_of(self, {})
         if call is None:
             return self.wrapped(*args, **kwargs)
@@ -66,7 +66,7 @@ class NumberingPatch(ForwardPatch):
     def _untraced(self, *args: Any, **kwargs: Any) -> Any:
         return self.call(*args, **kwargs)
 
-    def call_enabled(self, *args: Any, **kwargs: Any) -> Any:
+    def packed(self, *args: Any, **kwargs: Any) -> Any:
         call = self.bind(args, kwargs)
         mask: Any = call.get("attention_mask")
         has_mask = isinstance(mask, torch.Tensor) and mask.dim() == 2

@@ -41,7 +41,7 @@ class MultimodalPatch(BatchPatch):
 
     attachment: PaddingRemoval
 
-    def call_enabled(self, *args: Any, **kwargs: Any) -> Any:
+    def packed(self, *args: Any, **kwargs: Any) -> Any:
         call = self.bind(args, kwargs)
         takes_use_cache = takes(self.module, "use_cache") or takes_any_argument(self.module)
         if takes_use_cache and call.get("use_cache") is None and not has_cache(call):
@@ -69,7 +69,7 @@ class TowerPatch(ForwardPatch):
         super().__init__(module, attachment)
         self.separates_halves: bool | None = None  # `None` until the first batch with equal halves
 
-    def call_enabled(self, *args: Any, **kwargs: Any) -> Any:
+    def packed(self, *args: Any, **kwargs: Any) -> Any:
         may_halve = self.separates_halves is not False and not _is_random(self.module) and not is_sharded(self.module)
         if not may_halve or not self._halves_are_equal([*args, *kwargs.values()]):
             return self.wrapped(*args, **kwargs)
