@@ -19,7 +19,7 @@ from transformers.utils import logging
 from .anatomy import Anatomy, restore_attention
 from .call.batch_cache import planned_layout
 from .call.calls import LocalTokens, PackedCall, packed_call, rows_call
-from .context import context
+from .context import context, in_backward
 from .errors import UnpackableCallError
 from .layout.layout import Layout
 from .layout.shared_prefixes import PrefixedLayout
@@ -220,6 +220,11 @@ class PaddingRemoval(Attachment):
         """The counts of the forwards of this thread: `stats`, or those of a running comparison."""
         stats = context().stats
         return stats if isinstance(stats, PaddingStats) else self.stats
+
+    def count(self, layout: Layout) -> None:
+        """Count a packed forward; not its recomputation in a backward."""
+        if not in_backward():
+            self.running_stats.add(layout)
 
     @property
     def is_strict(self) -> bool:

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers.modeling_outputs import ModelOutput
 
 from ..anatomy import gathers_in_parts
 from ..attention.attention import attends_within_tokens, implementation_obstacle, is_causal
-from ..call.arguments import DecoderInputs, pack_arguments
+from ..call.arguments import DecoderInputs, pack_arguments, unpack_output
 from ..call.batch_cache import on_host
-from ..call.calls import LAYOUT, LocalTokens, PackedCall
+from ..call.calls import LAYOUT, LocalTokens, ModelCall, PackedCall
 from ..call.layout_of import layout_of
 from ..call.prefix_states import PrefixStates
 from ..errors import PaddingRemovalError, UnpackableCallError
@@ -24,7 +25,7 @@ from ..handle import PaddingRemoval
 from ..layout.layout import Layout
 from ..layout.shared_prefixes import PrefixedLayout
 from ..mixers.mixers import DIRECT, ROWS, Mixers
-from ..mixers.row_buckets import DryRun
+from ..mixers.row_buckets import DryRun, calls_of_layers
 from ..model.inspection import hands_arguments_on, parameters_of, takes_any_argument
 from ..model.patching import ForwardPatch
 from ..model.positions import Numbering
@@ -65,6 +66,24 @@ class Plan:
         """Whether the decoder runs on the padded batch, which has neither padding nor shared prefixes."""
         return self.call is None and self.prefix_states is None
 
+    def unpack(self, output: Any, outer: ModelCall) -> Any:
+        """The output for the padded batch, from that of the packed forward; `None` if there was none."""
+        layout, states = self.layout, self.prefix_states
+        if states is not None:
+            count = 0 if self.call is None else self.call.tokens.count
+            output = states.prefix_outputs() if output is None else states.prepend_outputs(output, count)
+        if isinstance(layout, PrefixedLayout) and layout.is_prefix:
+            # The states are recorded, and nothing reads this output. Under FSDP2 the model runs around its decoder. It
+            # would compute a load-balancing loss from the router logits of the prefix and the mask of the batch.
+            if isinstance(output, ModelOutput) and output.get("router_logits") is not None:
+                output["router_logits"] = None
+            return output
+        unpacked = unpack_output(output, self.tokens, outer)  # may refuse: the head must not pack its states then
+        # The head packs its states again with this layout, unless they have another shape than `(B, L, H)`.
+        if not (outer.pools_last or outer.scored_index is not None):
+            outer.returned[-1:] = [layout]  # of this call
+        return unpacked
+
 
 class CallPlanner:
     """
@@ -97,6 +116,9 @@ class CallPlanner:
         handle = self.handle
         layout = layout_of(inputs, handle)
         if layout is None:
+            # Without a cache this is no generation, and other processes may pack their batches.
+            if inputs.arguments.get("use_cache") is False:
+                self._match_other_processes(inputs.arguments)
             return None
         tokens = handle.tokens_of(layout)
         # With prefix sharing, on a CPU, a row has the same bits in all batches, also without a shared prefix.
@@ -105,7 +127,9 @@ class CallPlanner:
             # Without padding and shared prefixes the padded forward is exact, with the caller's own masks and with
             # caches as in the model alone.
             prepared = inputs.prepared
-            return Plan(tokens, inputs.arguments | ({} if prepared is None else {"attention_mask": prepared.original}))
+            masks = {} if prepared is None else {"attention_mask": prepared.original}
+            self._match_other_processes(inputs.arguments | masks)
+            return Plan(tokens, self.accepted(inputs.arguments | masks))
         check_call(handle, inputs, layout)
         if not isinstance(layout, PrefixedLayout):
             return self._packed(inputs, tokens, tokens)
@@ -139,7 +163,24 @@ class CallPlanner:
         )
         if self.hands_on:  # then gradient checkpointing keeps the call with the arguments of each layer
             arguments[LAYOUT] = call
+        if call.one_bucket:
+            # Before the forward, as in `_match_other_processes`: all processes gather parameters in the same order.
+            calls_of_layers(call, one_bucket=True)
         return Plan(tokens, arguments, call)
+
+    def leave_padded(self, inputs: DecoderInputs, plan: Plan | None, error: UnpackableCallError) -> None:
+        """
+        Leave a call padded that cannot be packed; `plan` is that of its forward, if it had begun.
+
+        Raises:
+            UnpackableCallError: `error` itself, if the handle is strict, or if other processes compute their part.
+        """
+        # From the first layer: its checkpoint could not recompute it packed. A padded forward has no local tokens.
+        if plan is not None and plan.tokens.is_divided:
+            raise error
+        self.handle.run_padded(error)
+        tokens = {"input_ids": inputs.ids, "inputs_embeds": inputs.embeds}
+        self._match_other_processes({k: x for k, x in tokens.items() if x is not None})
 
     def _pack(self, inputs: DecoderInputs, tokens: LocalTokens) -> dict[str, Any]:
         """The arguments of the decoder for the local tokens."""
@@ -162,7 +203,7 @@ class CallPlanner:
         """Whether all processes must call the same modules for any rows: sharded modules gather in each call."""
         return self.has_rows and gathers_in_parts(self.patch.module)
 
-    def match_other_processes(self, call: dict[str, Any]) -> None:
+    def _match_other_processes(self, call: dict[str, Any]) -> None:
         """Join the dry run of other processes, although this batch needs none."""
         if self.needs_equal_calls:
             DryRun(self.patch, self.handle.mixers.layers, self.accepted(call), 0).run_for_collectives()
