@@ -32,7 +32,7 @@ import nox
 ROOT = Path(__file__).parent
 sys.path.insert(0, str(ROOT))
 
-from trl_padfix.versions import BOUNDS, NEWER, OTHER_STACKS, TESTED, Stack  # noqa: E402
+from trl_padfix.versions import BOUNDS, OTHER_STACKS, TESTED, Stack  # noqa: E402
 
 
 nox.options.default_venv_backend = "venv"
@@ -46,11 +46,14 @@ PEFT = {"0.17.0": "peft<0.18"}
 # The lowest transformers that TRL 1.10 admits.
 TRL_ADMITS = "transformers==4.56.2"
 
-TRAINERS = ("Reward", "GRPO", "SFT")  # of which more than `test_every_method.py` is run
 STACKS = (
     "tests/test_versions.py",
     *(f"tests/core/test_{name}.py" for name in ("stacks", "heads_reward_models")),
 )
+TRAINERS = tuple(
+    f"tests/trainers/test_{name}.py"
+    for name in ("base", "collators", "every_method", "exact_eval_means", "rollouts", "row_order", "sft")
+)  # where TRL has the trainers
 STORIES = "tests/end_to_end/stories"
 CELLS = ("-m", "not slow or matrix")  # all cells of the matrices that `pytest` thins out
 PROCESSES = ("-n", "2", "--dist", "worksteal")
@@ -74,13 +77,9 @@ def install_stack(session: nox.Session, stack: Stack) -> None:
 def stacks(session: nox.Session, stack: Stack) -> None:
     """The parity suite on one pair of versions, or the tests that are named behind `--`."""
     install_stack(session, stack)
-    trainers = [name for name in TRAINERS if stack.trl in NEWER.get(f"{name}Trainer", BOUNDS["trl"])]
-    tests = [ROOT / "tests" / "trainers" / name.lower() for name in trainers]  # folders, or files of that name
-    files = [str(path if path.is_dir() else path.with_name(f"test_{path.name}.py")) for path in tests]
-    files += ["tests/trainers/test_every_method.py"] if trainers else []
-    files += [STORIES] if stack == TESTED[0] else []
+    files = [*STACKS, *(TRAINERS if stack.trl in BOUNDS["trl"] else ()), *([STORIES] if stack == TESTED[0] else ())]
     named = any(argument.startswith("tests/") for argument in session.posargs)
-    session.run("pytest", *PROCESSES, *CELLS, *(() if named else (*STACKS, *files)), *session.posargs)
+    session.run("pytest", *PROCESSES, *CELLS, *(() if named else files), *session.posargs)
 
 
 def lowest_versions(*extras: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""The parts of the night hold every test file, each in one part."""
+"""The parts of the night hold every test file, each in one part, and the suite of older versions names files."""
 
 from __future__ import annotations
 
@@ -17,3 +17,7 @@ def test_every_test_file_is_in_one_part():
     files = sorted(str(file.relative_to(ROOT)) for file in (ROOT / "tests").rglob("test_*.py"))
     assert sorted(file for part in PARTS.values() for file in part) == files
     assert all(PARTS.values())
+
+
+def test_the_files_that_older_versions_are_tested_with_exist():
+    assert not [file for file in (*noxfile.STACKS, *noxfile.TRAINERS, noxfile.STORIES) if not (ROOT / file).exists()]
