@@ -32,11 +32,11 @@ from ..core.parity.report import ParityError, ParityReport
 from ..core.remove import attachment_of, remove_padding
 from ..core.switch import is_off
 from ..trainers.checks.user_code import why_padded
-from ..trainers.distributed import max_over_processes, models_of, splitting_parallelism
+from ..trainers.distributed import models_of, splitting_parallelism
 from ..trainers.messages import say
 from ..trainers.metrics.token_counts import TokenCounter, report_of
 from ..trainers.parts.packing import attach_to_models
-from ..trainers.parts.parity import NOT_COMPARED, READS_PADDING, compare, first_call, print_reports
+from ..trainers.parts.parity import NOT_COMPARED, READS_PADDING, ParitySchedule, compare, first_call, print_reports
 from ..trainers.parts.part import entered
 from ..trainers.parts.saved_state import saved_state, without_noise
 from ..trainers.parts.step_parity import has_padding, other_padding, without_packing
@@ -98,7 +98,7 @@ class _Run:
     Attributes:
         trainer ([`~transformers.Trainer`]): The trainer, or [`_policy_alone`].
         prefix_sharing (`bool` or `"auto"`): Whether its models share prefixes.
-        checks_loss (`bool`): Whether the loss of the next batch with padding is checked.
+        schedule ([`ParitySchedule`]): The batches on which the loss is compared.
         phase (`str`): `ATTACHED` before the training, then `TRAINING`, and `STEPPED` after its first step.
         mode (`str`): `"eval"` within an evaluation, else `"train"`.
         why_padded (`str`): Why all steps are computed padded; empty if they are packed.
@@ -111,7 +111,7 @@ class _Run:
 
     trainer: Any
     prefix_sharing: PrefixSharing
-    checks_loss: bool
+    schedule: ParitySchedule
     phase: str = ATTACHED
     mode: str = "train"
     why_padded: str = ""
@@ -233,8 +233,9 @@ class PaddingRemovalCallback(TrainerCallback):
             )
         with in_words(self.words):
             sharing = prefix_sharing_with_neftune(self.prefix_sharing, trainer.args)
-        checks_loss = self.parity_check and not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled)
-        self.handles, self.reports, self._run = [], [], _Run(trainer, sharing, checks_loss=checks_loss)
+        is_sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+        schedule = ParitySchedule(trainer, self.parity_check and not is_sharded, needs_padding=True)
+        self.handles, self.reports, self._run = [], [], _Run(trainer, sharing, schedule)
         self._attach_to(models, self._run)
         if self.parity_check:
             recorded = first_call(trainer.model, self.handles[0])
@@ -268,7 +269,7 @@ class PaddingRemovalCallback(TrainerCallback):
         @wraps(compute)  # so that a user's function, which was set on the trainer, is still found
         def compute_loss(model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             with batch_cache():
-                if run.checks_loss and torch.is_grad_enabled():
+                if run.schedule.is_active and torch.is_grad_enabled():
                     self._check_loss(run, inputs, lambda batch: compute(model, batch, *args, **kwargs))
                 reason = run.why_padded or why_padded(trainer, self.handles[0], inputs)
                 with entered(handle.padded(reason) for handle in self.handles if reason):
@@ -277,35 +278,31 @@ class PaddingRemovalCallback(TrainerCallback):
         set_until_closed(run.undo, trainer, "compute_loss", compute_loss)
 
     def _check_loss(self, run: _Run, inputs: Any, compute: Callable[[Any], Any]) -> None:
-        """Compute all steps padded if the loss reads padding; checked on the first batch that has any."""
+        """Compute all steps padded if the loss reads padding."""
         trainer, given = run.trainer, inputs if isinstance(inputs, Mapping) else {}
         ids, mask = (getattr(given.get(name), "shape", None) for name in ("input_ids", "attention_mask"))
         if ids is None or mask not in (None, ids):
             logger.warning_once(NOT_COMPARED.format(type(trainer).__name__))
         padded = [inputs] if ids is not None and ids == mask and has_padding([inputs]) else []
-        # All processes compare, and decide alike, if one has padding.
-        if max_over_processes(trainer, len(padded)):
-            loss, other = self._padded_losses(trainer, inputs, padded, compute)
+        if run.schedule.is_due(padded):
+            loss, other = (self._padded_loss(trainer, inputs, batches, compute) for batches in ([], padded))
             limit = Limits.of_step(lowest_dtype(trainer.model)).mean * max(abs(loss), 1.0)
-            reads = max_over_processes(trainer, int(abs(loss - other) > limit))
-            run.why_padded = READS_PADDING if reads else ""
-            run.checks_loss = not max_over_processes(trainer, int(loss != 0 and bool(padded)))  # zero shows nothing
+            if run.schedule.verdict(not abs(loss - other) > limit, loss == 0 or not padded) is False:
+                run.why_padded = READS_PADDING
 
-    def _padded_losses(self, trainer: Trainer, inputs: Any, padded: list[Any], compute: Callable) -> list[float]:
-        """The padded loss of a batch, and that with other embeddings and logits at padding, if it is `padded`."""
-        head, losses = find_pretrained(trainer.model).get_output_embeddings(), []
-        for batches in ([], padded):
-            embeddings = partial(other_padding, batches, torch.Generator())
-            with without_packing(self.handles, embeddings), ExitStack() as stack:
-                if batches and head is not None:
-                    hook = partial(_other_at_padding, inputs["attention_mask"])
-                    stack.enter_context(head.register_forward_hook(hook))
-                stack.enter_context(without_noise([*trainer.model.modules()]))
-                stack.enter_context(saved_state(trainer))
-                stack.enter_context(torch.no_grad())
-                # A copy, because a loss may take entries out of its batch.
-                losses.append(float(compute(dict(inputs) if isinstance(inputs, dict) else type(inputs)(dict(inputs)))))
-        return losses
+    def _padded_loss(self, trainer: Trainer, inputs: Any, refilled: list[Any], compute: Callable) -> float:
+        """The padded loss of a batch, with other embeddings and logits at padding if it is `refilled`."""
+        head = find_pretrained(trainer.model).get_output_embeddings()
+        with ExitStack() as stack:
+            stack.enter_context(without_packing(self.handles, partial(other_padding, refilled, torch.Generator())))
+            if refilled and head is not None:
+                hook = partial(_other_at_padding, inputs["attention_mask"])
+                stack.enter_context(head.register_forward_hook(hook))
+            stack.enter_context(without_noise([*trainer.model.modules()]))
+            stack.enter_context(saved_state(trainer))
+            stack.enter_context(torch.no_grad())
+            # A copy, because a loss may take entries out of its batch.
+            return float(compute(dict(inputs) if isinstance(inputs, dict) else type(inputs)(dict(inputs))))
 
     def remove(self) -> None:
         """Detach from the models, as the end of a training does. Needed after a training that raised an error."""

@@ -315,9 +315,10 @@ class PaddingFreeMixin:
             around = [part.around_step for part in padding.in_steps] if is_outer else []
             stack.enter_context(temporarily_set(padding, running=step))
             # Not only for models that get labels: a loss may also use logits and completion masks.
-            step.why_padded = reason = padding.task.why_padded(inputs)
-            padded = (handle.padded(reason) for handle in padding.handles if reason)
-            with entered(block(step) for block in around), entered(padded):  # within the parts, which count it
+            step.why_padded = padding.task.why_padded(inputs)
+            # Within the parts: the parity check may add a reason, and others count padded calls.
+            padded = (handle.padded(step.why_padded) for handle in padding.handles if step.why_padded)
+            with entered(block(step) for block in around), entered(padded):
                 yield step
 
     @hook

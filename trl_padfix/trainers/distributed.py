@@ -20,8 +20,8 @@ from .protocols import TaskTrainer
 
 __all__ = [
     "check_launch", "data_replicas", "datasets_of", "has_static_graph", "is_fsdp2", "is_sharded", "is_zero",
-    "local_metrics_only", "max_over_processes", "models_of", "named_models_of", "raise_on_all",
-    "splitting_parallelism", "step_on_prepared", "sync_gradients_in_last", "trains_on_images",
+    "local_metrics_only", "max_over_processes", "models_of", "named_models_of", "on_any_process",
+    "raise_on_all", "splitting_parallelism", "step_on_prepared", "sync_gradients_in_last", "trains_on_images",
 ]  # fmt: skip
 
 
@@ -114,6 +114,11 @@ def max_over_processes(trainer: TaskTrainer, count: int) -> int:
     if trainer.accelerator.num_processes == 1:
         return count
     return int(gather(torch.tensor([count], device=trainer.args.device)).max())
+
+
+def on_any_process(trainer: TaskTrainer, flag: bool) -> bool:
+    """Whether `flag` is set on any process."""
+    return max_over_processes(trainer, int(flag)) > 0
 
 
 def local_metrics_only(accelerator: Accelerator, copies: int = 1) -> contextlib.AbstractContextManager[None]:

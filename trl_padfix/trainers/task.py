@@ -113,11 +113,10 @@ class Task:
     def why_padded(self, inputs: Any) -> str | None:
         """Why the forwards of a step run padded ("The call has ..."); `None` if they may be packed."""
         padding = self.trainer.padding
-        if padding.why_padded is not None:
+        if padding.why_padded is not None or not (padding.is_removed and padding.handles[0].enabled):
             return padding.why_padded
-        is_packed = padding.is_removed and padding.handles[0].enabled
         in_parts = padding.budget is not None and padding.budget.budget is not None
-        return why_padded(self.trainer, padding.handles[0], inputs, in_parts) if is_packed else None
+        return why_padded(self.trainer, padding.handles[0], inputs, in_parts)
 
     def chunk_weight(self, chunk: dict[str, Any], batch: dict[str, Any], num_items: Any) -> Any:
         """

@@ -25,9 +25,9 @@ from ...core.parity.check import check_parity
 from ...core.parity.report import ParityError, ParityReport
 from ...core.remove import attachment_of
 from ..checks.user_code import custom_loss_name
-from ..distributed import is_sharded, max_over_processes, models_of, named_models_of, raise_on_all
+from ..distributed import is_sharded, models_of, named_models_of, on_any_process, raise_on_all
 from ..messages import say
-from .part import Part, Step, entered
+from .part import Part, Step
 from .step_parity import REFILLED, check_step, has_padding, precision_in
 
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from .part import PaddingFreeTrainer
 
 
-__all__ = ["Parity", "compare", "first_call", "print_reports"]
+__all__ = ["Parity", "ParitySchedule", "compare", "first_call", "print_reports"]
 
 logger = get_logger(__name__)
 
@@ -60,27 +60,46 @@ NOT_COMPARED = (
 MOST_ZEROS = 50
 """Most steps without a gradient that are compared: a model may amplify rounding so much that no step has one."""
 
-ANY, PADDED, NONE = "any", "with padding", "none"
-"""The next batch on which the trainer's step is compared; [`_Mode`] says how one follows another."""
-
 
 @dataclass
-class _Mode:
+class ParitySchedule:
     """
-    How far the comparisons of training, or of evaluation, have come.
+    The batches of training, or of evaluation, on which the trainer's step is compared, and the verdicts.
 
-    The trainer's step is compared on the first batch. If that batch has no padding, or no gradient, the step is
-    compared again on the next batch with padding.
+    If a compared batch has no padding, or shows nothing (no gradient, a loss of zero), the step is compared again on
+    the next batch with padding. All processes must call each method, which returns the same on all.
 
     Attributes:
-        step_batch (`str`): The next batch on which the trainer's step is compared: `ANY`, `PADDED` or `NONE`.
-        zeros (`int`): The number of compared steps without a gradient.
-        first_step (`int`, *optional*): The number of the first step.
+        trainer ([`~transformers.Trainer`]): The trainer.
+        is_active (`bool`): Whether the step is compared on a further batch.
+        needs_padding (`bool`): Whether the next compared batch must have padding.
+        zeros (`int`): The number of compared steps that showed nothing.
     """
 
-    step_batch: str
+    trainer: Any
+    is_active: bool
+    needs_padding: bool = False
     zeros: int = 0
-    first_step: int | None = None
+
+    def is_due(self, batches: list[dict[str, torch.Tensor]], is_clear: bool = True) -> bool:
+        """Whether all processes compare the step on `batches`; `is_clear`: whether it can be compared on this one."""
+        # A loss may read padding, which a first batch of equally long rows does not show.
+        is_padded = on_any_process(self.trainer, has_padding(batches))
+        if self.needs_padding and not is_padded:
+            return False
+        # Processes are in step: they compare in the first step, or not at all.
+        if is_clear or self.trainer.accelerator.num_processes > 1:
+            self.is_active, self.needs_padding = not is_padded, True
+        return not on_any_process(self.trainer, not is_clear)
+
+    def verdict(self, is_ok: bool, is_zero: bool) -> bool | None:
+        """Whether the step is right on all processes; `None` if it is zero on all, so that another one is compared."""
+        if on_any_process(self.trainer, not is_ok):
+            return False
+        if on_any_process(self.trainer, not is_zero) or self.zeros + 1 == MOST_ZEROS:
+            return True
+        self.is_active, self.zeros = True, self.zeros + 1
+        return None
 
 
 class Parity(Part):
@@ -91,7 +110,7 @@ class Parity(Part):
     first call of the model in the step: after its forwards, before the optimizer changes the weights.
 
     Then the trainer's own step is compared, on a few rows of the batch ([`check_step`]), and again on each batch until
-    one has a gradient, at most [`MOST_ZEROS`] times. If padding removal changes its loss or gradient, although the
+    one has a gradient, as [`ParitySchedule`] says. If padding removal changes its loss or gradient, although the
     model is right, this and all later steps are computed padded.
     """
 
@@ -99,22 +118,24 @@ class Parity(Part):
         self.trainer.padding.parity.clear()
         self.trainer.padding.why_padded = None
         self._has_run_user_step = False
-        self._modes = {mode: _Mode(ANY if self.settings.parity_check else NONE) for mode in ("train", "eval")}
+        self._schedules = {m: ParitySchedule(self.trainer, self.settings.parity_check) for m in ("train", "eval")}
+        self._first_steps: dict[str, int] = {}  # of each mode
 
     @contextlib.contextmanager
     def around_step(self, step: Step) -> Iterator[None]:
-        failed, mode = None, self._modes[step.mode]
-        if all(m.first_step is None for m in self._modes.values()):  # a user adds hooks between `__init__` and `train`
+        failed = None
+        if not self._first_steps:  # a user adds hooks between `__init__` and `train`
             for handle in self.trainer.padding.handles:
                 handle.accept_hooks()
         try:
-            with self._model_compared(step), self._step_compared(step):
+            with self._model_compared(step):
+                if self._is_step_due(step):
+                    step.why_padded = self.trainer.padding.why_padded = self._compare_step(step)
                 yield
         except ParityError as error:
             failed = error
         # Only in the first step, because the host waits for the other processes here. All of them must call it.
-        mode.first_step = step.number if mode.first_step is None else mode.first_step
-        if mode.first_step == step.number:
+        if self._first_steps.setdefault(step.mode, step.number) == step.number:
             raise_on_all(failed)
         elif failed is not None:
             raise failed
@@ -224,36 +245,20 @@ class Parity(Part):
 
     # -- the trainer's step
 
-    @contextlib.contextmanager
-    def _step_compared(self, step: Step) -> Iterator[None]:
-        """A block with the forwards of a step, which is compared before them; padded, if it differs."""
-        padding = self.trainer.padding
-        reason = self._compare_step(step) if self._is_step_due(step) else None
-        padding.why_padded = padding.why_padded or reason
-        with entered(handle.padded(reason) for handle in padding.handles if reason):
-            yield
-
     def _is_step_due(self, step: Step) -> bool:
         """Whether all processes compare the trainer's step on this batch; if so, sets the next batch."""
-        padding, trainer, mode = self.trainer.padding, self.trainer, self._modes[step.mode]
-        if mode.step_batch == NONE or not padding.handles or not step.batches or padding.why_padded:
-            return False
-        # A loss may read padding, which a first batch of equally long rows does not show.
-        is_padded = max_over_processes(trainer, int(has_padding(step.batches)))
-        if mode.step_batch == PADDED and not is_padded:
+        padding, schedule = self.trainer.padding, self._schedules[step.mode]
+        if not schedule.is_active or not padding.handles or not step.batches or padding.why_padded:
             return False
         reports = padding.parity.get(step.mode, [])
         # Where padded is wrong, or the model's check has failed, there is nothing to compare with. With `why_padded`,
         # this batch is computed padded anyway.
         is_clear = bool(reports) and all(r.ok and r.padded_is_right for r in reports) and step.why_padded is None
-        # Processes are in step: they compare in the first step, or not at all.
-        if is_clear or trainer.accelerator.num_processes > 1:
-            mode.step_batch = NONE if is_padded else PADDED
-        return not max_over_processes(trainer, int(not is_clear))
+        return schedule.is_due(step.batches, is_clear)
 
     def _compare_step(self, step: Step) -> str | None:
         """Compare the trainer's step; returns why its loss changes without padding, or `None`."""
-        trainer, mode = self.trainer, self._modes[step.mode]
+        trainer, schedule = self.trainer, self._schedules[step.mode]
         begin = time.perf_counter()
         report = check_step(trainer, step, gradients=step.mode == "train" and torch.is_grad_enabled())
         if report is None:
@@ -264,14 +269,11 @@ class Parity(Part):
                     "`padding_free=False`."
                 )
             return None
-        if not max_over_processes(trainer, int(not report.ok)):
-            is_zero = not max_over_processes(trainer, int(not report.is_zero))
-            mode.zeros += is_zero
-            if is_zero and mode.zeros < MOST_ZEROS:
-                mode.step_batch = PADDED
-            elif trainer.accelerator.is_local_main_process and step.mode == "train":
-                untested = "; not tested on padding, because the batch has none" if mode.step_batch == PADDED else ""
-                say(f"parity ok, the trainer's own loss: {report}{untested}; {time.perf_counter() - begin:.1f} s")
+        verdict = schedule.verdict(report.ok, report.is_zero)
+        if verdict and trainer.accelerator.is_local_main_process and step.mode == "train":
+            untested = "; not tested on padding, because the batch has none" if schedule.is_active else ""
+            say(f"parity ok, the trainer's own loss: {report}{untested}; {time.perf_counter() - begin:.1f} s")
+        if verdict is not False:
             return None
         if report.error:
             return f"a loss that raises an error without padding: {report}"
@@ -279,7 +281,7 @@ class Parity(Part):
             text = "a loss that changes from call to call (this comparison calls it too): {:.6g}, then {:.6g} on one"
             return text.format(*report.repeated) + " batch. If it reads no logits at padding, set `parity_check=False`"
         distance, most = report.found[REFILLED]
-        is_of_padding = max_over_processes(trainer, int(not most.allow(*distance)))
+        is_of_padding = on_any_process(trainer, not most.allow(*distance))
         return f"{READS_PADDING if is_of_padding else MIXES_ROWS}, or set `padding_free=False`. The loss {report}"
 
 

@@ -37,6 +37,7 @@ from ..distributed import (
     local_metrics_only,
     max_over_processes,
     models_of,
+    on_any_process,
     splitting_parallelism,
     step_on_prepared,
 )
@@ -152,7 +153,7 @@ def check_step(trainer: PaddingFreeTrainer, step: Step, *, gradients: bool) -> S
     # graph records the first ones.
     meets = trainer.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
     has_hook = any(p._post_accumulate_grad_hooks for p in trainer.model.parameters())  # on any process
-    gradients &= not (meets or has_static_graph(trainer) or max_over_processes(trainer, int(has_hook)))
+    gradients &= not (meets or has_static_graph(trainer) or on_any_process(trainer, has_hook))
     modules = [m for value in vars(trainer).values() if isinstance(value, nn.Module) for m in value.modules()]
     with without_noise(modules):
         report = _Comparison(trainer, step, gradients).report(most == fewest, *batches)
@@ -212,7 +213,7 @@ class _Comparison:
         except Exception as error:  # a loss may need a whole batch
             if custom_loss_name(self.trainer) is None:  # the caller warns of a user's loss
                 logger.warning(f"The loss was not compared with its padded value: on a few rows it raises {error!r}.")
-        if self._on_any_process(not math.isfinite(reference.loss)):  # all raised, or one has a NaN
+        if on_any_process(self.trainer, not math.isfinite(reference.loss)):  # all raised, or one has a NaN
             return None
         arbiter = "padded" if weights is None else "rows alone"
         try:
@@ -225,7 +226,7 @@ class _Comparison:
         distance = packed.distance(reference)
         found = {PACKED: (distance, Limits.of_step(torch.float32))}
         report = StepReport(packed.loss, reference.loss, compared, arbiter, found, is_zero=reference.is_zero)
-        if weights is not None and not self._on_any_process(not report.ok):
+        if weights is not None and not on_any_process(self.trainer, not report.ok):
             return report
         # Rounding may hide how rows depend on one another. Tokens at padding change no real token, unless
         # a module or the loss reads it: these two steps run the same kernels on the same shapes.
@@ -234,7 +235,7 @@ class _Comparison:
         refilled = self._padded(batch, partial(other_padding, forwards, self.draw)).distance(padded)
         limits, same = Limits.of_step(self.dtype), Limits.of_step(lowest_dtype(self.trainer.model))
         report = replace(report, found={PACKED: (distance, limits), REFILLED: (refilled, same)})
-        if not self._on_any_process(not report.ok):
+        if not on_any_process(self.trainer, not report.ok):
             return report
         rounding = [values.distance(padded) for values in self._differently_rounded(batch)]
         limits = Limits.of_step(self.dtype, rounding)
@@ -243,13 +244,10 @@ class _Comparison:
             same = same._replace(gradient=OF_NOISE)
         found = {PACKED: (distance, limits), REFILLED: (refilled, same)}
         report = replace(report, found=found, is_zero=report.is_zero or is_noise)
-        if not self._on_any_process(not report.ok):
+        if not on_any_process(self.trainer, not report.ok):
             return report
         again = self._padded(batch)
         return report if same.allow(*again.distance(padded)) else replace(report, repeated=(padded.loss, again.loss))
-
-    def _on_any_process(self, flag: bool) -> bool:
-        return bool(max_over_processes(self.trainer, int(flag)))
 
     def _as_configured(self, batch: dict[str, Any]) -> _Values:
         budget, task = self.trainer.padding.settings.max_tokens_per_batch, self.trainer.padding.task
@@ -288,7 +286,7 @@ class _Comparison:
         weights = [padding.task.chunk_weight(item, batch, self.num_items) for item in items] if is_sum else [None]
         # Losses gather metrics, so processes compute equally many steps; a hook may be on one of them only.
         is_sum = is_even and all(weight is not None for weight in weights)
-        return None if self._on_any_process(not is_sum) else [float(weight) for weight in weights]
+        return None if on_any_process(self.trainer, not is_sum) else [float(weight) for weight in weights]
 
     def _alone(self, items: tuple[dict[str, Any], ...], weights: list[float]) -> _Values:
         """The weighted sum of the steps of each item by itself."""
@@ -312,7 +310,7 @@ class _Comparison:
             except Exception as error:
                 failed = error
             # If all processes failed, the loss may expect a wrapped model: the step itself shows whether it runs.
-            if self._on_any_process(failed is not None) and self._on_any_process(failed is None):
+            if on_any_process(self.trainer, failed is not None) and on_any_process(self.trainer, failed is None):
                 raise failed or RuntimeError("another process raised an error")
         return self._values_of_process(batch, budget)
 
