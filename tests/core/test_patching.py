@@ -23,7 +23,7 @@ from trl_padfix import remove_padding
 from trl_padfix.core.model import patching, views
 from trl_padfix.core.model.patching import RunnerPatch, patches_on
 from trl_padfix.core.patches.heads import LMHeadPatch
-from trl_padfix.core.remove import attach_runner_patch
+from trl_padfix.core.remove import attach_runner_patch, attachment_of
 
 
 IDS, MASK = batch("right")
@@ -119,6 +119,9 @@ def test_a_deep_copy_of_an_attached_model_can_be_attached():
     model = build("qwen2")
     handle = remove_padding(model)
     twin = copy.deepcopy(model)
+    with pytest.raises(ValueError, match="attn_implementation='auto'"):
+        remove_padding(twin, attn_implementation="auto")
+    assert attachment_of(twin).enabled
     with remove_padding(twin, prefix_sharing=True) as second:
         call(twin)
         assert (second.stats.forwards, handle.stats.forwards) == (1, 0)

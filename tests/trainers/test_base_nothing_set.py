@@ -39,7 +39,7 @@ LISTED = {
     "patches_on", "_places_on", "models_of", "named_models_of", "PaddingFreeMixin._loading",
     "PaddingFreeMixin.get_train_dataloader", "PaddingFreeMixin.get_eval_dataloader",
     # Whether the trainer computes now: for attachments, of which there are none.
-    "Padding.in_use", "Padding.pause",
+    "Padding.in_use", "Padding.pause_or_resume",
     # Which checkpoint is resumed; `training_args.bin` opens without this package.
     "PaddingFreeMixin.train", "checkpoint_to_resume", "PaddingFreeMixin._save", "temporarily_set",
 }  # fmt: skip

@@ -150,6 +150,9 @@ def test_between_trainings_and_evaluations_other_code_finds_the_model_padded(com
     assert padded == sum(batch["input_ids"].numel() for batch in plain.get_eval_dataloader())
     ours.get_train_dataloader()
     assert not attachment_of(model).enabled
+    with pytest.raises(ValueError, match="pool_last_token"):
+        remove_padding(model, pool_last_token=True)
+    assert attachment_of(model) is ours.padding.handle
     with remove_padding(model) as handle:
         assert attachment_of(model) is handle
         with pytest.raises(ValueError, match="attached to this Qwen2Model already"):

@@ -129,21 +129,18 @@ def remove_padding(
     check_prefix_sharing(prefix_sharing)
     check_multiple(packed_multiple_of)
     anatomy = Anatomy.of(model)
-    decoder = anatomy.decoder
-    for attachment in attachments_on(decoder):
-        if attachment.is_copy or attachment.is_paused:
-            attachment.take_over()
-    if any(isinstance(attachment, PaddingRemoval) for attachment in attachments_on(decoder)):
+    attached = attachments_on(anatomy.decoder)
+    if any(isinstance(a, PaddingRemoval) and a.state in ("attached", "in use") for a in attached):
         raise ValueError(
-            f"Padding removal is attached to this {type(decoder).__name__} already. Call `.remove()` on the first "
-            "handle before attaching again, for instance with another `prefix_sharing`; where a trainer or a callback "
-            "attached it, `trainer.restore_padding()` or `callback.remove()` (our trainers need no callback). If the "
-            "handle is lost, attach to `copy.deepcopy(model)`."
+            f"Padding removal is attached to this {type(anatomy.decoder).__name__} already. Call `.remove()` on the "
+            "first handle before attaching again, for instance with another `prefix_sharing`; where a trainer or a "
+            "callback attached it, `trainer.restore_padding()` or `callback.remove()` (our trainers need no "
+            "callback). If the handle is lost, attach to `copy.deepcopy(model)`."
         )
     with ExitStack() as on_error:
         exchanged = [] if attn_implementation is None or is_off() else set_attention(model, attn_implementation)
         on_error.callback(restore_attention, exchanged)
-        # Before anything is wrapped: a model that is refused is left untouched.
+        # Before anything is wrapped or taken over: a model that is refused is left untouched.
         _refuse(model, anatomy, pool_last_token)
         handle = PaddingRemoval(
             anatomy,
@@ -155,6 +152,9 @@ def remove_padding(
         if is_off():
             logger.warning(f"{OFF} is set: padding is not removed from {type(anatomy.pretrained).__name__}.")
             return handle.attach(())
+        for attachment in attached:
+            if attachment.state in ("paused", "copied"):
+                attachment.take_over()
         register_packed_attention()
         on_error.callback(handle.remove)  # also if a user interrupts a notebook here
         handle.attach(_patches(anatomy, handle))
@@ -257,15 +257,14 @@ def take_over(models: Iterable[nn.Module]) -> None:
     """Detach earlier trainers from `models`: they attach again when they compute again."""
     for module in (module for model in models for module in model.modules()):
         for patch in patches_on(module):
-            if patch.attachment.owned_by_trainer:
+            if patch.attachment.state in ("in use", "paused", "copied"):
                 patch.attachment.take_over()
 
 
 def attachment_of(model: nn.Module) -> PaddingRemoval | None:
     """The handle of the padding removal that is attached to `model`, if any."""
-    return next(
-        (a for a in attachments_on(find_decoder(find_pretrained(model))) if isinstance(a, PaddingRemoval)), None
-    )
+    attached = attachments_on(find_decoder(find_pretrained(model)))
+    return next((attachment for attachment in attached if isinstance(attachment, PaddingRemoval)), None)
 
 
 def packs_now(model: nn.Module) -> bool:

@@ -183,10 +183,10 @@ class PaddingFreeMixin:
                     super().__init__(*args, **kwargs)
                 if padding.settings.are_set:
                     self.padding_free = padding.settings.padding_free
-                self._attach()
-                for part in padding.parts:
-                    part.on_init_end()
-                padding.pause(True)
+                with padding.in_use():
+                    self._attach()
+                    for part in padding.parts:
+                        part.on_init_end()
             except BaseException:  # also `KeyboardInterrupt`: the user's model must not keep half of the patches
                 for part in reversed(padding.parts):
                     part.restore()
@@ -214,6 +214,7 @@ class PaddingFreeMixin:
         take_over(models_of(self))
         for part in self.padding.parts:
             part.attach_to_models()
+        self.padding.pause_or_resume()
         self.padding.in_steps = tuple(part for part in self.padding.parts if part.acts_in_steps())
 
     def _follow_models(self) -> None:
@@ -238,7 +239,7 @@ class PaddingFreeMixin:
     def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
         # TRL calls this inside its `__init__`, before our `__init__` attaches.
         self._attach()
-        with entered(part.around_ref_logps() for part in self.padding.parts):
+        with self.padding.in_use(), entered(part.around_ref_logps() for part in self.padding.parts):
             return super()._precompute_ref_logps(*args, **kwargs)
 
     def get_train_dataloader(self) -> DataLoader:

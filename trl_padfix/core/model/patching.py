@@ -21,7 +21,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -40,18 +40,27 @@ if TYPE_CHECKING:
 
 __all__ = ["Attachment", "BatchPatch", "ForwardPatch", "RunnerPatch", "is_patched_only", "patches_on"]
 
+State = Literal["attached", "in use", "paused", "copied", "taken over", "detached"]
+"""
+The states of an [`Attachment`].
+
+- `"attached"`: by a user, a callback or a check, until they remove it.
+- `"in use"`, `"paused"`: by a trainer, which computes now, or does not. A paused model computes as before attachment.
+- `"copied"`: with a deep copy of the model. Its patches work, and nobody holds it.
+- `"taken over"`: detached for another trainer. Its own trainer attaches again when it computes again.
+- `"detached"`: removed by its owner.
+
+Trainers take over what is in use, paused or copied; `remove_padding` takes over what is paused or copied.
+"""
+
 
 class Attachment:
     """The patches of a model, put on and taken off together; a context manager that detaches at its end."""
 
     def __init__(self) -> None:
-        self.owned_by_trainer = False  # the next trainer on the model removes it before it attaches its own
+        self.state: State = "attached"
         self._patches: list[ForwardPatch] = []
         self._recomputable: set[int] = set()  # ids of packed forwards that gradient checkpointing may recompute
-        self.is_detached = False  # by its owner, or by another trainer
-        self.taken_over = False  # see `take_over`
-        self.is_paused = False  # its trainer computes nothing now: the model computes as before attachment
-        self.is_copy = False  # of a deep copy of the model: its patches work, and nobody holds it
 
     def attach(self, patches: Iterable[ForwardPatch]) -> Self:
         """Put `patches` on their modules: all of them, or none."""
@@ -66,7 +75,7 @@ class Attachment:
 
     def take_over(self) -> None:
         """Detach for another trainer of the same model; the first trainer attaches again when it computes again."""
-        self.taken_over = True
+        self.state = "taken over"
         self.remove()
 
     def __enter__(self) -> Self:
@@ -83,7 +92,7 @@ class Attachment:
 
         Patches that gradient checkpointing still needs stay until the graph of the last packed forward is gone.
         """
-        self.is_detached = True
+        self.state = self.state if self.is_detached else "detached"
         needed = [patch for patch in self._patches if self._recomputable and patch.serves_recomputation]
         for patch in reversed(self._patches):  # a module may have several: the outermost first
             if patch not in needed:
@@ -91,10 +100,15 @@ class Attachment:
         self._patches = needed
 
     @property
+    def is_detached(self) -> bool:
+        """Whether it was removed, by its owner or for another trainer."""
+        return self.state in ("taken over", "detached")
+
+    @property
     def enabled(self) -> bool:
         """Whether calls of this thread are packed; see [`Attachment.disabled`]."""
         # A backward recomputes what the trainer has computed packed, and may come after the pause.
-        return not (self.is_detached or (self.is_paused and not in_backward()) or self in context().disabled)
+        return not (self.is_detached or (self.state == "paused" and not in_backward()) or self in context().disabled)
 
     @contextmanager
     def disabled(self) -> Iterator[None]:

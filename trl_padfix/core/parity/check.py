@@ -128,7 +128,7 @@ def check_parity(
         # every step. Hooks are not such a reason: the comparison tests them.
         enabled = context().disabled - {handle}
         stack.enter_context(within(disabled=enabled, stats=PaddingStats(), strict=True))
-        stack.enter_context(temporarily_set(handle, is_paused=False))  # of a trainer that computes nothing now
+        stack.enter_context(temporarily_set(handle, state="attached"))  # of a trainer that computes nothing now
         called = called_module(model, handle)
         with pooling_last_column(prepare(called, batch, handle), handle) as sample:
             handle.accept_hooks()

@@ -57,7 +57,6 @@ class RemovePadding(Part):
         )
         handles = self.trainer.padding.handles
         handle.name = f"trainer.padding.handles[{len(handles)}]"
-        handle.owned_by_trainer = True
         handles.append(handle)
         return handle
 

@@ -67,8 +67,6 @@ class PaddingSide(Part):
         if self.trainer.data_collator.padding_side == "left":  # also for calls that are computed padded
             padding = self.trainer.padding
             padding.numberings = [a for a in map(number_padded_rows, padding.pretrained) if a is not None]
-            for attachment in padding.numberings:
-                attachment.owned_by_trainer = True
 
     def _padding_side(self) -> str:
         """`padding_side`, or the tokenizer's side; TRL's for a model that reads padding at the beginning of a row."""

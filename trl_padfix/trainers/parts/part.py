@@ -149,17 +149,18 @@ class Padding:
     def in_use(self) -> Iterator[None]:
         """A block in which the trainer computes. Between such blocks its models compute as if it had not attached."""
         self.blocks += 1
-        self.pause(False)
+        self.pause_or_resume()
         try:
             yield
         finally:
             self.blocks -= 1
-            self.pause(not self.blocks)
+            self.pause_or_resume()
 
-    def pause(self, is_paused: bool) -> None:
-        """Switch padding removal off or on, in all threads."""
+    def pause_or_resume(self) -> None:
+        """Resume what is attached, in all threads, within a block of [`Padding.in_use`]; pause it outside of them."""
         for attachment in (*self.handles, *self.numberings):
-            attachment.is_paused = is_paused
+            if not attachment.is_detached:
+                attachment.state = "in use" if self.blocks else "paused"
 
     def follow(self, models: list[torch.nn.Module]) -> bool:
         """Whether the parts must attach to `models` again: these are new, or another trainer has taken them over."""
@@ -170,10 +171,10 @@ class Padding:
             self.models = models
             self.pretrained = [pretrained for model in models for pretrained in outermost_pretrained(model)]
         if attached := [*self.handles, *self.numberings]:
-            is_taken = any(attachment.taken_over for attachment in attached)
+            is_taken = any(attachment.state == "taken over" for attachment in attached)
         else:  # another trainer may have attached where we have nothing attached, or attaching failed
             others = (a for p in self.pretrained for a in attachments_on(find_decoder(p)))
-            is_taken = self.settings.padding_free or any(a.owned_by_trainer for a in others)
+            is_taken = self.settings.padding_free or any(a.state != "attached" for a in others)
         return is_taken or self.pretrained != before
 
     def restore(self) -> None:
