@@ -18,7 +18,7 @@ from zoo.models import COLUMNS, batch, build
 import trl_padfix.core.attention.attention
 from trl_padfix import Layout, PaddingRemovalError, padding_free_layout, prefix_sharing_layout, unpack
 from trl_padfix.core.attention.attention import packed_attention, uses_attention_interface
-from trl_padfix.core.call.calls import LAYOUT, LocalTokens, PackedCall
+from trl_padfix.core.call.calls import CALL, LocalTokens, PackedCall
 from trl_padfix.core.model.positions import PackedMask
 
 
@@ -83,7 +83,7 @@ def layout_of(side: str, sharing: bool) -> tuple[Layout, torch.Tensor]:
 
 def attend(module, states, layout: Layout, asked: PackedMask | None = None, **kwargs) -> torch.Tensor:
     call = PackedCall(LocalTokens(layout), module.config._attn_implementation, module, layout.positions[None])
-    values, weights = packed_attention(module, *states, asked, **{LAYOUT: call, "scaling": SIZE**-0.5} | kwargs)
+    values, weights = packed_attention(module, *states, asked, **{CALL: call, "scaling": SIZE**-0.5} | kwargs)
     assert weights is None
     return values
 
@@ -254,7 +254,7 @@ UNACCOUNTED = [  # change of the module, arguments of its call, message
     ({"is_causal": False}, {}, r"Qwen2Attention \(layer 0\) attends in both directions"),
     ({}, {"is_causal": False}, "attends in both directions"),
     ({}, {"position_bias": torch.zeros(1)}, r"passes \['position_bias'\] to its attention function"),
-    ({}, {LAYOUT: None}, r"Qwen2Attention \(layer 0\) did not receive the layout"),
+    ({}, {CALL: None}, r"Qwen2Attention \(layer 0\) did not receive the layout"),
     ({}, {"asked": PackedMask(causal=False)}, "attends in both directions"),
     ({}, {"asked": PackedMask(custom=True)}, "attends with a mask of its own making"),
     ({}, {"asked": torch.zeros(1, 1, 62, 62)}, "attends with a mask of its own making"),

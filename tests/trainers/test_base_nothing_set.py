@@ -30,7 +30,7 @@ LISTED = {
     "hook.__set_name__.<locals>.passing", "_show_parameters.<locals>.shown", "observe_loss.<locals>.in_step",
     "PaddingFreeMixin.compute_loss",
     # `trainer.padding`; the arguments by name, so that a trainer says where an unknown one belongs.
-    "PaddingFreeMixin.__init__", "SFTTrainer.__init__", "by_name",
+    "PaddingFreeMixin.__init__", "SFTTrainer.__init__", "arguments_by_name",
     "PaddingFreeMixin._init_owners", "Padding.__init__",
     "Task.__init__", "entered", "PaddingSide.__init__", "PaddingSide.acts", "PaddingSide._padding_side",
     "PaddingSide._collators", "tokenizer_of", "Part.__init__", "Part.check", "Part.around_init",

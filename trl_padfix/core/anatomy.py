@@ -29,10 +29,10 @@ from .model.positions import length_dependent_ropes, position_embeddings
 
 
 __all__ = [
-    "ENCODERS", "Anatomy", "by_name", "differentiates_in_parts", "find_decoder", "find_multimodal", "find_peft",
-    "find_pretrained", "gathered_head", "gathers_in_parts", "is_peft", "outermost_pretrained", "peft_configs_in",
-    "pipeline_in", "reset_gather_order", "reshard_parameters", "restore_attention", "scores_added_tokens",
-    "set_attention",
+    "ENCODERS", "Anatomy", "differentiates_in_parts", "find_decoder", "find_multimodal", "find_peft",
+    "find_pretrained", "forward_by_name", "gathered_head", "gathers_in_parts", "is_peft", "outermost_pretrained",
+    "peft_configs_in", "pipeline_in", "reset_gather_order", "reshard_parameters", "restore_attention",
+    "scores_added_tokens", "set_attention",
 ]  # fmt: skip
 
 
@@ -190,7 +190,7 @@ def pipeline_in(model: nn.Module) -> nn.Sequential | None:
     return next((m for m in sequences if hasattr(m[0], "modality_config")), None)
 
 
-def by_name(model: nn.Module) -> Callable[..., Any]:
+def forward_by_name(model: nn.Module) -> Callable[..., Any]:
     """The forward of `model`, called with keyword arguments; a pipeline itself takes one dictionary."""
     if (pipeline := pipeline_in(model)) is None:
         return model
@@ -275,7 +275,7 @@ def gathered_head(model: PreTrainedModel, decoder: nn.Module) -> Iterator[None]:
         yield
 
 
-def is_sharded(module: nn.Module) -> bool:
+def has_shards(module: nn.Module) -> bool:
     """Whether FSDP1 (empty parameters), FSDP2 or ZeRO-3 shards the weights of a module."""
     return _is_of_zero_3(module) or any(p.numel() == 0 or isinstance(p, DTensor) for p in module.parameters())
 

@@ -62,7 +62,7 @@ from .task import Task
 
 logger = get_logger(__name__)
 
-__all__ = ["PARTS", "PaddingFreeMixin", "by_name", "hook", "padding_free_trainer"]
+__all__ = ["PARTS", "PaddingFreeMixin", "arguments_by_name", "hook", "padding_free_trainer"]
 
 PARTS: tuple[type[Part], ...] = (
     PaddingSide,  # the only part if none of our fields is set and the tokenizer pads left
@@ -152,7 +152,7 @@ class PaddingFreeMixin:
     if not TYPE_CHECKING:  # to a type checker, signatures are TRL's
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            init_kwargs = by_name(self._init_owners(), args, kwargs)
+            init_kwargs = arguments_by_name(self._init_owners(), args, kwargs)
             config = init_kwargs.get("args")
             self.padding = padding = Padding(Settings.of(config, **self.fixed_settings))
             padding.task = self.task_class(self)
@@ -379,7 +379,7 @@ class PaddingFreeMixin:
             super()._push_from_checkpoint(checkpoint_folder)
 
 
-def by_name(owners: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def arguments_by_name(owners: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Arguments of an `__init__` by name. Each of `owners` defines one, and passes `*args` on to the next."""
     signature = inspect.signature(owners[0].__init__)
     named = dict(signature.bind(None, *args, **kwargs).arguments)
@@ -387,7 +387,7 @@ def by_name(owners: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any
     args = named.pop(kinds.get(inspect.Parameter.VAR_POSITIONAL), ())
     kwargs = named.pop(kinds.get(inspect.Parameter.VAR_KEYWORD), {})
     try:
-        return named | (by_name(owners[1:], args, kwargs) if args or kwargs else {})
+        return named | (arguments_by_name(owners[1:], args, kwargs) if args or kwargs else {})
     except TypeError:  # the next class has parameters that this one fills in itself
         return named | kwargs
 

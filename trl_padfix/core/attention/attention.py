@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
 
-from ..call.calls import LAYOUT, PackedCall, call_of, layer_call, running
+from ..call.calls import CALL, PackedCall, call_of, layer_call, running
 from ..context import context
 from ..errors import PaddingRemovalError
 from ..layout.layout import Layout
@@ -165,7 +165,7 @@ def packed_attention(
         PaddingRemovalError: If the module passes something that the layout does not account for.
     """
     module = viewed_module(module)  # the model's functions must find the module's own config
-    call: PackedCall | None = kwargs.pop(LAYOUT, None)
+    call: PackedCall | None = kwargs.pop(CALL, None)
     if call is None and (running_layer := layer_call()) is not None:
         call = running_layer.call  # for layers that do not pass keyword arguments on
     if call is None:

@@ -18,7 +18,7 @@ from ..layout.layout import Layout, pack, unpack
 from ..model.inspection import takes
 from ..model.older import CACHES
 from ..model.positions import Numbering, packed_positions
-from .calls import LAYOUT, LocalTokens, ModelCall
+from .calls import CALL, LocalTokens, ModelCall
 from .prepared_masks import PreparedMasks, plain_mask
 
 
@@ -110,7 +110,7 @@ class DecoderInputs:
         """
         outer = ModelCall(handle.decoder) if outer is None else outer
         around, dropped = outer.outer_arguments, outer.model_arguments | outer.outer_arguments
-        tree = {} if LAYOUT in call else tree_arguments_in(dropped | call)
+        tree = {} if CALL in call else tree_arguments_in(dropped | call)
         prepared = None
         if tree:
             call = _of_tree(call, around, dropped)

@@ -42,7 +42,7 @@ from .prepared_masks import PreparedMasks
 
 
 __all__ = [
-    "LAYOUT", "LayerCall", "LayerPatch", "LocalTokens", "ModelCall", "PackedCall", "RowsCall", "ScoredLabels",
+    "CALL", "LayerCall", "LayerPatch", "LocalTokens", "ModelCall", "PackedCall", "RowsCall", "ScoredLabels",
     "call_of", "checkpointed_from_outside", "is_checkpointed", "layer_call", "model_call", "packed_call", "rows_call",
     "running",
 ]  # fmt: skip
@@ -111,8 +111,11 @@ class ScoredLabels:
 
 T = TypeVar("T")
 
-LAYOUT = "padding_layout"
-"""Keyword under which a [`PackedCall`] travels from the decoder through its layers to the attention function."""
+CALL = "padding_layout"
+"""
+Keyword under which a [`PackedCall`] travels from the decoder through its layers to the attention function. A compiled
+layer puts its segments there.
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -245,7 +248,7 @@ def call_of(patch: ForwardPatch, kwargs: dict[str, Any]) -> PackedCall | None:
     Raises:
         UnpackableCallError: If only this thread has it, and a checkpoint began since: backward would not have it.
     """
-    if (call := kwargs.get(LAYOUT)) is not None:
+    if (call := kwargs.get(CALL)) is not None:
         return call
     call = packed_call(patch.attachment.decoder)
     if call is not None and context().checkpoint != checkpoint_state():
@@ -298,19 +301,19 @@ class LayerPatch(ForwardPatch):
         self.is_layer = is_layer
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        has_layout = LAYOUT in kwargs
+        has_call = CALL in kwargs
         call = call_of(self, kwargs)
         if call is None:
             return self.wrapped(*args, **kwargs)
         if not takes_any_argument(self.module):
-            kwargs.pop(LAYOUT, None)  # its forward would reject the keyword
+            kwargs.pop(CALL, None)  # its forward would reject the keyword
         layer = None if self.is_layer else layer_call(call)
         if layer is None:
             layer = LayerCall(self.module, self.bind(args, kwargs), call)
         with running(layer.call, layer=layer):
-            return self._forward(layer, has_layout)(*args, **kwargs)
+            return self._forward(layer, has_call)(*args, **kwargs)
 
-    def _forward(self, layer: LayerCall, has_layout: bool) -> Callable[..., Any]:
+    def _forward(self, layer: LayerCall, has_call: bool) -> Callable[..., Any]:
         """The forward of the layer; if it is checkpointed, its recomputation has the same running layer."""
         if checkpoints_in_forward():
             checkpoints = is_checkpointed(self.module)
@@ -323,7 +326,7 @@ class LayerPatch(ForwardPatch):
             decoder = layer.call.decoder
             checkpoints = layer.call.cached("checkpointed", lambda: any(map(is_checkpointed, decoder.modules())))
         # A checkpoint around the layer calls it again with the recorded arguments only: the layout must be among them.
-        if checkpoints and not has_layout:
+        if checkpoints and not has_call:
             raise checkpointed_from_outside(self.module)
         return self.wrapped
 

@@ -26,7 +26,7 @@ from ..layout.shared_prefixes import PrefixedLayout
 from ..model.older import CACHES
 from .arguments import DecoderInputs, visual_mask
 from .batch_cache import cached_layout, on_host, planned_layout
-from .calls import LAYOUT
+from .calls import CALL
 from .prepared_masks import PreparedMasks
 
 
@@ -71,7 +71,7 @@ def _builder_of(
     if inputs.tree:
         return _tree
     batch, mask = inputs.batch, inputs.mask
-    if LAYOUT in inputs.arguments or any(inputs.arguments.get(name) is not None for name in CACHES):
+    if CALL in inputs.arguments or any(inputs.arguments.get(name) is not None for name in CACHES):
         return None  # as in generation, or within a packed call
     if inputs.arguments.get("use_cache") is True:
         # A padded training batch that asks for a cache; no generation begins like this.

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from ..attention.attention import uses_attention_interface
-from ..call.calls import LAYOUT, PackedCall, call_of, running
+from ..call.calls import CALL, PackedCall, call_of, running
 from ..model.inspection import global_in, kernel_parameters, loaded_globals, parameters_of, variables_in, with_globals
 from ..model.patching import Attachment, ForwardPatch
 from ..model.positions import PackedMask
@@ -90,7 +90,7 @@ class PrimitivesPatch(ForwardPatch):
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         call = call_of(self, kwargs)
-        kwargs.pop(LAYOUT, None)
+        kwargs.pop(CALL, None)
         if call is None:
             return self.wrapped(*args, **kwargs)
         kwargs = {k: None if isinstance(v, PackedMask) else v for k, v in kwargs.items()}

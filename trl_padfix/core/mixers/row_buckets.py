@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils._pytree import tree_is_leaf, tree_map, tree_map_only
 from transformers.utils import ModelOutput
 
-from ..call.calls import LAYOUT, LayerCall, PackedCall, RowsCall, call_of, layer_call
+from ..call.calls import CALL, LayerCall, PackedCall, RowsCall, call_of, layer_call
 from ..context import outside_calls, within
 from ..errors import PaddingRemovalError, UnpackableCallError
 from ..layout.layout import Layout
@@ -141,7 +141,7 @@ class RowsPatch(ForwardPatch):
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         running = call_of(self, {})  # not by the keyword: the running layer is in this thread only
-        call = kwargs.pop(LAYOUT, None) or running
+        call = kwargs.pop(CALL, None) or running
         if call is None:
             return self.wrapped(*args, **kwargs)
         running_layer = layer_call(call)
@@ -261,7 +261,7 @@ class DryRun:
     ):
         self.patch, self.layers, self.last_position = patch, layers, last_position
         # Detached: a recomputation may come after the graph of the embeddings was freed, and only values are needed.
-        arguments = {k: v for k, v in packed.items() if k != LAYOUT}
+        arguments = {k: v for k, v in packed.items() if k != CALL}
         self.packed = tree_map_only(torch.Tensor, torch.Tensor.detach, arguments)
         self.argument_names = set(packed)  # a copy, because a view of the keys would keep the packed call alive
 

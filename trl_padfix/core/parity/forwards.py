@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..anatomy import by_name, differentiates_in_parts
+from ..anatomy import differentiates_in_parts, forward_by_name
 from ..context import within
 from ..errors import PaddingRemovalError
 from ..handle import PaddingRemoval
@@ -136,7 +136,7 @@ class Forwards:
         return torch.cat([self._scores(row) for row in self.sample.rows()])
 
     def _scores(self, sample: Sample) -> torch.Tensor:
-        logits = logits_of(by_name(self.model)(**sample.inputs))
+        logits = logits_of(forward_by_name(self.model)(**sample.inputs))
         if logits.numel():
             self.size = max(self.size, *(bound.abs().item() for bound in logits.detach().aminmax()))
         return scores_of(logits, sample.ids, sample.mask, sample.columns)
@@ -196,7 +196,7 @@ def logits_of_packed(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor) ->
     """Logits `(B, L, V)` of a padded batch that the model receives as one packed row, as from a user who packs."""
     keep = mask.bool()
     positions = (mask.cumsum(1) - 1)[keep][None]
-    logits = logits_of(by_name(model)(input_ids=ids[keep][None], position_ids=positions, use_cache=False))
+    logits = logits_of(forward_by_name(model)(input_ids=ids[keep][None], position_ids=positions, use_cache=False))
     padded = logits.new_zeros(*ids.shape, logits.shape[-1])
     padded[keep] = logits[0]
     return padded

@@ -31,7 +31,7 @@ from ..attention.attention import (
     uses_attention_interface,
 )
 from ..attention.segments import GatherKeys, by_token, in_attention_dtype
-from ..call.calls import LAYOUT, PackedCall, call_of, is_checkpointed, running
+from ..call.calls import CALL, PackedCall, call_of, is_checkpointed, running
 from ..handle import PaddingRemoval
 from ..model.inspection import without_checkpointing
 from ..model.older import checkpoints_in_forward, register_mask_function
@@ -146,7 +146,7 @@ class CompiledLayerPatch(ForwardPatch):
         if not is_half_on_gpu(*in_attention_dtype(states[:0])):  # an empty slice: a cast would copy the states
             self.attachment.say_once("Layers run uncompiled: their attention needs half precision on a CUDA GPU.")
             return self.wrapped(*args, **kwargs)
-        arguments = {**kwargs, "attention_mask": None, LAYOUT: segments}
+        arguments = {**kwargs, "attention_mask": None, CALL: segments}
 
         def run(*args: Any) -> Any:
             # `use_duck_shape=False`: two sizes that are equal by chance in one batch stay two symbols, without a
@@ -174,7 +174,7 @@ def attend_compiled(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: None, **kwargs: Any
 ) -> tuple[torch.Tensor, None]:
     """The attention function of a compiled layer; see [`packed_attention`]."""
-    segments: Segments = kwargs[LAYOUT]
+    segments: Segments = kwargs[CALL]
     if kwargs.get("dropout") or kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
         raise NotImplementedError(
             f"A compiled {type(module).__name__} has no dropout, softcap or sinks in its attention. Set "

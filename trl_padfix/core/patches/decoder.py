@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from ..call.arguments import DecoderInputs, padded_output
-from ..call.calls import LAYOUT, ModelCall, model_call, packed_call, running
+from ..call.calls import CALL, ModelCall, model_call, packed_call, running
 from ..call.prepared_masks import with_added_masks
 from ..context import context, outside_calls
 from ..errors import UnpackableCallError
@@ -65,7 +65,7 @@ class DecoderPatch(BatchPatch):
             return padded_output(self.wrapped(**plan.arguments), outer)
         output = None
         if plan.call is not None:
-            forward = self.on_view(**older_attributes(self.module, {LAYOUT: plan.call}))
+            forward = self.on_view(**older_attributes(self.module, {CALL: plan.call}))
             with running(plan.call):
                 output = forward(**plan.arguments)
             self.attachment.remember(plan.call)

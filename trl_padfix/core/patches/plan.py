@@ -17,7 +17,7 @@ from ..anatomy import gathers_in_parts
 from ..attention.attention import attends_within_tokens, implementation_obstacle, is_causal
 from ..call.arguments import DecoderInputs, pack_arguments, unpack_output
 from ..call.batch_cache import on_host
-from ..call.calls import LAYOUT, LocalTokens, ModelCall, PackedCall
+from ..call.calls import CALL, LocalTokens, ModelCall, PackedCall
 from ..call.layout_of import layout_of
 from ..call.prefix_states import PrefixStates
 from ..errors import PaddingRemovalError, UnpackableCallError
@@ -162,7 +162,7 @@ class CallPlanner:
             dry_run=DryRun(self.patch, handle.mixers.layers, arguments, last_position) if self.has_rows else None,
         )
         if self.hands_on:  # then gradient checkpointing keeps the call with the arguments of each layer
-            arguments[LAYOUT] = call
+            arguments[CALL] = call
         if call.one_bucket:
             # Before the forward, as in `_match_other_processes`: all processes gather parameters in the same order.
             calls_of_layers(call, one_bucket=True)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
-from ..anatomy import is_sharded
+from ..anatomy import has_shards
 from ..call.arguments import padded_output
 from ..call.calls import model_call
 from ..call.layout_of import tensors_in
@@ -70,7 +70,7 @@ class TowerPatch(ForwardPatch):
         self.separates_halves: bool | None = None  # `None` until the first batch with equal halves
 
     def packed(self, *args: Any, **kwargs: Any) -> Any:
-        may_halve = self.separates_halves is not False and not _is_random(self.module) and not is_sharded(self.module)
+        may_halve = self.separates_halves is not False and not _is_random(self.module) and not has_shards(self.module)
         if not may_halve or not self._halves_are_equal([*args, *kwargs.values()]):
             return self.wrapped(*args, **kwargs)
         half_kwargs = {k: _first_half(v) for k, v in kwargs.items()}

@@ -13,7 +13,7 @@ from datasets import Dataset, IterableDataset
 from transformers import TrainingArguments
 
 from ...core.model.older import silence_packing_warning
-from ..base import PaddingFreeMixin, by_name
+from ..base import PaddingFreeMixin, arguments_by_name
 from ..data.collators import (
     DataCollatorForLanguageModeling,
     DataCollatorForVisionLanguageModeling,
@@ -131,7 +131,7 @@ class SFTTrainer(PaddingFreeMixin, trl.SFTTrainer):
     if not TYPE_CHECKING:
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            config = by_name(self._init_owners(), args, kwargs).get("args")
+            config = arguments_by_name(self._init_owners(), args, kwargs).get("args")
             settings = Settings.of(config)
             if settings.expand_turns:
                 bound = inspect.signature(self._init_owners()[0].__init__).bind(self, *args, **kwargs)

@@ -209,7 +209,7 @@ class _Comparison:
         compared = counted(len(items), self.trainer.padding.task.item)
         reference = _Values(math.nan, None)
         try:
-            reference = self._padded(batch) if weights is None else self._alone(items, weights)
+            reference = self._padded(batch) if weights is None else self._rows_alone(items, weights)
         except Exception as error:  # a loss may need a whole batch
             if custom_loss_name(self.trainer) is None:  # the caller warns of a user's loss
                 logger.warning(f"The loss was not compared with its padded value: on a few rows it raises {error!r}.")
@@ -219,8 +219,8 @@ class _Comparison:
         try:
             packed = self._as_configured(batch)
         except Exception as error:  # a user's loss may fail without padding
-            is_alone = self.trainer.accelerator.num_processes == 1
-            if isinstance(error, torch.OutOfMemoryError) or (is_alone and isinstance(error, UnpackableCallError)):
+            is_single = self.trainer.accelerator.num_processes == 1
+            if isinstance(error, torch.OutOfMemoryError) or (is_single and isinstance(error, UnpackableCallError)):
                 raise  # with `strict=True` the error says what cannot be packed
             return StepReport(math.nan, reference.loss, compared, arbiter, error=f"{type(error).__name__}: {error}")
         distance = packed.distance(reference)
@@ -288,7 +288,7 @@ class _Comparison:
         is_sum = is_even and all(weight is not None for weight in weights)
         return None if on_any_process(self.trainer, not is_sum) else [float(weight) for weight in weights]
 
-    def _alone(self, items: tuple[dict[str, Any], ...], weights: list[float]) -> _Values:
+    def _rows_alone(self, items: tuple[dict[str, Any], ...], weights: list[float]) -> _Values:
         """The weighted sum of the steps of each item by itself."""
         steps = [self._padded(item) for item in items]
         loss = sum(weight * step.loss for weight, step in zip(weights, steps, strict=True))
@@ -306,7 +306,7 @@ class _Comparison:
         failed = None
         if self.trainer.accelerator.num_processes > 1:
             try:
-                self._values_of_process(batch, budget, is_alone=True)
+                self._values_of_process(batch, budget, is_local=True)
             except Exception as error:
                 failed = error
             # If all processes failed, the loss may expect a wrapped model: the step itself shows whether it runs.
@@ -314,8 +314,8 @@ class _Comparison:
                 raise failed or RuntimeError("another process raised an error")
         return self._values_of_process(batch, budget)
 
-    def _values_of_process(self, batch: dict[str, Any], budget: int | None, is_alone: bool = False) -> _Values:
-        """[`_values`] on this process; `is_alone`: without gradient, and without waiting for other processes."""
+    def _values_of_process(self, batch: dict[str, Any], budget: int | None, is_local: bool = False) -> _Values:
+        """[`_values`] on this process; `is_local`: without gradient, and without waiting for other processes."""
         trainer, padding, step, model = self.trainer, self.trainer.padding, self.step, self.step.model
         with saved_state(trainer), contextlib.ExitStack() as stack:
             stack.enter_context(within(stats=PaddingStats()))
@@ -323,10 +323,10 @@ class _Comparison:
             stack.enter_context(temporarily_set(padding.settings, max_tokens_per_batch=budget))
             stack.enter_context(torch.set_grad_enabled(self.gradients))
             batch = step.like_inputs(batch)
-            if self.gradients and not is_alone:
+            if self.gradients and not is_local:
                 loss = step_on_prepared(trainer, model, batch, self.num_items)
                 return _Values(float(loss), self._gradient())
-            if is_alone:
+            if is_local:
                 model = model if is_sharded(trainer) else trainer.accelerator.unwrap_model(model)
                 stack.enter_context(local_metrics_only(trainer.accelerator, trainer.accelerator.num_processes))
                 stack.enter_context(temporarily_set(padding.budget, _is_in_step=False))  # runs no backward of parts
