@@ -117,14 +117,19 @@ def test_a_model_that_was_prepared_first_leaves_mixed_precision_when_it_is_unwra
 
 def test_a_deep_copy_of_an_attached_model_can_be_attached():
     model = build("qwen2")
-    handle = remove_padding(model)
-    twin = copy.deepcopy(model)
+    loaded = model.config._attn_implementation
+    handle = remove_padding(model, attn_implementation="eager")
+    twin, third = copy.deepcopy(model), copy.deepcopy(model)
     with pytest.raises(ValueError, match="attn_implementation='auto'"):
         remove_padding(twin, attn_implementation="auto")
     assert attachment_of(twin).enabled
     with remove_padding(twin, prefix_sharing=True) as second:
         call(twin)
         assert (second.stats.forwards, handle.stats.forwards) == (1, 0)
+        assert (twin.config._attn_implementation, model.config._attn_implementation) == (loaded, "eager")
+    with remove_padding(third, attn_implementation="eager"):
+        assert third.config._attn_implementation == "eager"
+    assert third.config._attn_implementation == loaded
     assert not any(patches_on(module) for module in twin.modules())
     assert patches_on(model)
     with pytest.raises(ValueError, match="attached to this Qwen2Model already"):  # the control: not a copy

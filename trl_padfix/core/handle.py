@@ -319,9 +319,9 @@ class PaddingRemoval(Attachment):
             self.remove()
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy of the model has no graph to recompute, and keeps its attention.
+        # A copy of the model has no graph to recompute.
         state = "copied" if self.state in ("attached", "in use") else self.state
-        return vars(self) | {"_recomputable": set(), "attention_before": [], "state": state}
+        return vars(self) | {"_recomputable": set(), "state": state}
 
 
 def _are_packed(position_ids: torch.Tensor, or_rows: bool) -> bool:

@@ -152,9 +152,11 @@ def remove_padding(
         if is_off():
             logger.warning(f"{OFF} is set: padding is not removed from {type(anatomy.pretrained).__name__}.")
             return handle.attach(())
-        for attachment in attached:
-            if attachment.state in ("paused", "copied"):
-                attachment.take_over()
+        if taken := [attachment for attachment in attached if attachment.state in ("paused", "copied")]:
+            restore_attention(exchanged)
+            for attachment in taken:
+                attachment.take_over()  # restores the attention that the model was loaded with
+            exchanged[:] = [] if attn_implementation is None else set_attention(model, attn_implementation)
         register_packed_attention()
         on_error.callback(handle.remove)  # also if a user interrupts a notebook here
         handle.attach(_patches(anatomy, handle))
