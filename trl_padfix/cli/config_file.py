@@ -222,9 +222,8 @@ def check_names(method: str, given: Given, known: Iterable[str]) -> None:
 
 
 def _is_known(name: str, place: str, known: set[str]) -> bool:
-    if place.startswith("--"):  # argparse takes the beginning of a flag, and `--no_x` for each flag `x`
-        return any(other.startswith(name.removeprefix("no_")) or other.startswith(name) for other in known)
-    return name in known
+    beginnings = name, name.removeprefix("no_")  # argparse takes these for a flag
+    return name in known or (place.startswith("--") and any(other.startswith(beginnings) for other in known))
 
 
 def _whole(name: str, known: Iterable[str]) -> str:

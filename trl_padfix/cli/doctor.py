@@ -69,10 +69,9 @@ def describe(diagnosis: Diagnosis) -> list[str]:
 def _verdict(diagnosis: Diagnosis) -> list[str]:
     if diagnosis.problems:
         return ["NOT READY.", *diagnosis.problems]
-    attention = f"`{diagnosis.auto}` attention"
-    if diagnosis.model is None:
-        return [f"READY. Padding can be removed here, with {attention}."]
-    return [f"READY. {diagnosis.model.architecture}: padding is removed exactly, with {attention}."]
+    model = diagnosis.model
+    what = f"{model.architecture}: padding is removed exactly" if model else "Padding can be removed here"
+    return [f"READY. {what}, with `{diagnosis.auto}` attention."]
 
 
 def _attention(diagnosis: Diagnosis) -> list[tuple[str, str]]:

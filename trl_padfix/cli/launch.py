@@ -126,25 +126,22 @@ def main(method: str, args: Sequence[str]) -> None:
             (training.output_dir,) = broadcast_object_list([stack.enter_context(tempfile.TemporaryDirectory())])
             initial = initial if initial.exists() else Path(training.output_dir) / "initial_model"
             training.push_to_hub, training.resume_from_checkpoint = False, None
-        set_seed(training.seed)  # `test_split_size` draws the held-out rows: the same ones in every process
         config, trainer = _class(method, "Config"), _class(method, "Trainer")
         ours = {config.__name__: config, trainer.__name__: _checked(trainer, own.dry_run)}
         stack.enter_context(patch.multiple("trl", **ours))
+        set_seed(training.seed)  # `test_split_size` draws the held-out rows: the same ones in every process
+        splits = _load(script, data)
+        for field in ("dataset_train_split", "dataset_test_split")[: 1 if training.eval_strategy == "no" else 2]:
+            if (split := vars(script)[field]) not in splits:
+                raise ValueError(f"no split {split!r}, which `{field}` names. The data has {', '.join(splits)}.")
+        if tiny := vars(own).get("tiny_model"):
+            model.model_name_or_path = build_tiny(tiny, splits[script.dataset_train_split], initial)
+        set_seed(training.seed)
         try:
-            if tiny := vars(own).get("tiny_model"):
-                model.model_name_or_path = build_tiny(tiny, _load(script, data)[script.dataset_train_split], initial)
-                set_seed(training.seed)
             importlib.import_module(f"trl.scripts.{method}").main(*parsed)
         except _DryRunEnd as end:
             if not end.args[0]:
                 sys.exit(1)
-        except KeyError as error:
-            splits = ("dataset_train_split", "dataset_test_split")
-            named = [split for split in splits if error.args == (vars(script)[split],)]
-            if not named:
-                raise
-            there = ", ".join(_load(script, data))
-            raise ValueError(f"no split {error}, which `{named[0]}` names. The data has {there}.") from error
 
 
 def _load(script: Any, data: Any) -> Any:
@@ -198,12 +195,11 @@ def run(method: str, args: Sequence[str]) -> None:
 
 def one_interrupt() -> Callable[..., None]:
     """A handler for Ctrl-C that may come twice: from the shell, and passed on by the command."""
-    last = float("-inf")
+    times = [float("-inf")]
 
     def handler(number: int, frame: object) -> None:
-        nonlocal last
-        before, last = last, time.monotonic()
-        if last - before > 1:
+        times.append(time.monotonic())
+        if times[-1] - times[-2] > 1:
             raise KeyboardInterrupt
 
     return handler
