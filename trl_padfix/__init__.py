@@ -33,8 +33,8 @@ _MODULES = {
         "DataCollatorForVisionLanguageModeling",
         "DataCollatorForVisionPreference",
     ],
-    "trainers.base": ["padding_free_trainer"],
     "trainers.config": ["DPOConfig", "GRPOConfig", "KTOConfig", "RLOOConfig", "RewardConfig", "SFTConfig"],
+    "trainers.methods.any_trainer": ["padding_free_trainer"],
     "trainers.methods.distillation_config": ["DistillationConfig"],
     "trainers.methods.distillation": ["DistillationTrainer"],
     "trainers.methods.dpo": ["DPOTrainer"],
@@ -63,7 +63,6 @@ if TYPE_CHECKING:
     from .core.split_rows import split_rows
     from .integrations.callback import PaddingRemovalCallback
     from .tools.tiny import build_tiny
-    from .trainers.base import padding_free_trainer
     from .trainers.config import DPOConfig, GRPOConfig, KTOConfig, RewardConfig, RLOOConfig, SFTConfig
     from .trainers.data.collators import (
         DataCollatorForLanguageModeling,
@@ -75,6 +74,7 @@ if TYPE_CHECKING:
     from .trainers.data.rollouts import RecordedRollouts
     from .trainers.data.turns import expand_turns
     from .trainers.dry_run import dry_run
+    from .trainers.methods.any_trainer import padding_free_trainer
     from .trainers.methods.distillation import DistillationTrainer
     from .trainers.methods.distillation_config import DistillationConfig
     from .trainers.methods.dpo import DPOTrainer

@@ -11,8 +11,9 @@ import pytest
 import torch
 import trl
 from kit.cells import by_turns
-from kit.methods import make_trainer
+from kit.methods import METHODS, make_trainer
 from kit.trainer_runs import (
+    assert_other,
     assert_same,
     break_mode,
     build_ids,
@@ -30,6 +31,7 @@ from zoo import models
 import trl_padfix
 from trl_padfix import ParityError, padding_free_trainer
 from trl_padfix.trainers.base import PaddingFreeMixin
+from trl_padfix.trainers.task import Task
 
 
 PAD = 39
@@ -176,6 +178,13 @@ def test_a_class_of_a_module_can_be_pickled():
     assert pickle.loads(pickle.dumps(PaddingFreeTrainer)) is PaddingFreeTrainer
 
 
+def test_only_the_nearest_trainer_of_trl_has_a_counterpart():
+    experiment = type("GMPOTrainer", (trl.GRPOTrainer,), {"__module__": "trl.experimental.gmpo.gmpo_trainer"})
+    for made in (padding_free_trainer(experiment), padding_free_trainer(trl.GRPOTrainer, task_class=Task)):
+        assert not issubclass(made, trl_padfix.GRPOTrainer)
+        assert made.task_class is Task
+
+
 def test_what_needs_to_know_the_rows_is_refused():
     with pytest.raises(TypeError, match=r"no settings \['max_tokens_per_batch'\]"):
         padding_free_trainer(Trainer, max_tokens_per_batch=10)
@@ -183,6 +192,27 @@ def test_what_needs_to_know_the_rows_is_refused():
         padding_free_trainer(trl_padfix.DPOTrainer)
     with pytest.raises(TypeError, match=r"takes a class: .* For a model there is `remove_padding\(model\)`"):
         padding_free_trainer(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("kind", METHODS)
+def test_a_subclass_of_trls_trainer_trains_as_a_subclass_of_ours(kind, makers, monkeypatch, capsys):
+    make = makers(kind)
+
+    class Doubled(make.method.theirs):
+        def compute_loss(self, *args, **kwargs):
+            result = super().compute_loss(*args, **kwargs)
+            return (2 * result[0], *result[1:]) if isinstance(result, tuple) else 2 * result
+
+    kinds = [padding_free_trainer(c, prefix_sharing=True) for c in (Doubled, make.method.theirs)]
+    theirs, doubled, plain = (make.train(make.method.plain, c, max_steps=2) for c in (Doubled, *kinds))
+    assert_same(doubled.trajectory("num_tokens"), theirs.trajectory("num_tokens"), atol=1e-6)
+    assert_other(plain.trajectory("num_tokens"), theirs.trajectory("num_tokens"))  # the control
+    assert all(issubclass(c, make.method.ours) for c in kinds)
+    assert capsys.readouterr().out.count("parity ok, the trainer's own loss") == 2
+    assert doubled.trainer.padding.stats.shared_fraction > 0
+    break_mode(monkeypatch, "prefix sharing")
+    with pytest.raises(ParityError):
+        make.train(make.method.plain, kinds[0], max_steps=1)
 
 
 class OwnStep:

@@ -27,13 +27,12 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
 from torch.utils.data import DataLoader
-from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
 from ..core.call.batch_cache import batch_cache
@@ -62,7 +61,7 @@ from .task import Task
 
 logger = get_logger(__name__)
 
-__all__ = ["PARTS", "PaddingFreeMixin", "arguments_by_name", "hook", "padding_free_trainer"]
+__all__ = ["PARTS", "PaddingFreeMixin", "arguments_by_name", "hook"]
 
 PARTS: tuple[type[Part], ...] = (
     PaddingSide,  # the only part if none of our fields is set and the tokenizer pads left
@@ -382,7 +381,7 @@ class PaddingFreeMixin:
 def arguments_by_name(owners: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Arguments of an `__init__` by name. Each of `owners` defines one, and passes `*args` on to the next."""
     signature = inspect.signature(owners[0].__init__)
-    named = dict(signature.bind(None, *args, **kwargs).arguments)
+    named = dict([*signature.bind(None, *args, **kwargs).arguments.items()][1:])  # without `self`
     kinds = {parameter.kind: name for name, parameter in signature.parameters.items()}
     args = named.pop(kinds.get(inspect.Parameter.VAR_POSITIONAL), ())
     kwargs = named.pop(kinds.get(inspect.Parameter.VAR_KEYWORD), {})
@@ -390,9 +389,6 @@ def arguments_by_name(owners: Sequence[type], args: tuple[Any, ...], kwargs: dic
         return named | (arguments_by_name(owners[1:], args, kwargs) if args or kwargs else {})
     except TypeError:  # the next class has parameters that this one fills in itself
         return named | kwargs
-
-
-T = TypeVar("T", bound=Trainer)
 
 
 def _show_parameters(cls: type) -> None:
@@ -408,65 +404,3 @@ def _show_parameters(cls: type) -> None:
 
     vars(shown)["__signature__"] = inspect.signature(declared)  # `getfullargspec` does not follow `wraps`
     cls.__init__ = shown  # type: ignore[misc]
-
-
-ANY_TRAINERS = ("padding_free", "prefix_sharing", "parity_check", "strict", "pool_last_token", "attn_implementation")
-"""Settings that do not depend on the rows of a trainer."""
-
-
-def padding_free_trainer(trainer_class: type[T], *, task_class: type[Task] = Task, **settings: Any) -> type[T]:
-    """
-    Make a subclass of a trainer class that trains without padding.
-
-    Its forwards run packed; on the first batch of training and of evaluation they are compared with padded forwards.
-    Loss, loop and data stay unchanged. Like our other trainers it has `trainer.padding`, and logs
-    `perf/tokens_per_second` and `padfix/pad_fraction`.
-
-    Args:
-        trainer_class (`type`):
-            [`~transformers.Trainer`], one of TRL's trainers, or a class of your own.
-        task_class (`type`, *optional*, defaults to [`Task`]):
-            Describes its batches. The default reads `input_ids` and `attention_mask`; if a batch has other names, the
-            arguments of the model are checked and counted instead.
-        **settings:
-            `prefix_sharing`, `parity_check`, `strict`, `pool_last_token`, `attn_implementation`
-            and `padding_free` (here `True` by default), as in [`DPOConfig`]. They override the configuration. Other
-            settings come from the configuration if it has them.
-
-    Returns:
-        `type`: a subclass of `trainer_class`, with its signature. To pickle it, for a launcher that spawns processes,
-        make a class of your own from it: `class MyTrainer(padding_free_trainer(Trainer)): ...`.
-
-    Raises:
-        TypeError: For another setting, and for an object that is not a class.
-
-    Example:
-
-    ```python
-    >>> from transformers import Trainer
-    >>> from trl_padfix import padding_free_trainer
-
-    >>> PaddingFreeTrainer = padding_free_trainer(Trainer, prefix_sharing="auto")
-    >>> PaddingFreeTrainer.__name__, issubclass(PaddingFreeTrainer, Trainer)
-    ('PaddingFreeTrainer', True)
-
-    ```
-    """
-    if not isinstance(trainer_class, type):
-        raise TypeError(
-            "`padding_free_trainer` takes a class: `transformers.Trainer`, one of TRL's trainers or your own. "
-            f"It got an object of class {type(trainer_class).__name__}. For a model there is `remove_padding(model)`."
-        )
-    if unknown := sorted(settings.keys() - set(ANY_TRAINERS)):
-        raise TypeError(
-            f"`padding_free_trainer` has no settings {unknown}; it has {list(ANY_TRAINERS)}. Settings that "
-            "depend on rows need a trainer of this package."
-        )
-    if issubclass(trainer_class, PaddingFreeMixin):
-        raise TypeError(f"{trainer_class.__name__} removes padding already: set `padding_free` in its configuration.")
-    members = {
-        "__doc__": f"[`{trainer_class.__name__}`] without padding, made by [`padding_free_trainer`].",
-        "task_class": task_class,
-        "fixed_settings": {"padding_free": True, **settings},
-    }
-    return type(f"PaddingFree{trainer_class.__name__}", (PaddingFreeMixin, trainer_class), members)  # type: ignore[return-value]

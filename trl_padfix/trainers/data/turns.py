@@ -64,18 +64,17 @@ def expand_turns(dataset: D, name: str = "train") -> D:
             f"`expand_turns` takes a dataset of `datasets`, and the {name} dataset is a `{type(dataset).__name__}`. "
             "Make one from it with `Dataset.from_generator` or `IterableDataset.from_generator`."
         )
+    if "conversations" in (names := column_names(dataset)) and "messages" not in names:
+        dataset = dataset.map(maybe_convert_to_chatml)
     columns = sorted(column_names(dataset))
     if images := sorted({"image", "images"} & set(columns)):
         raise ValueError(
             f"The {name} dataset has {images}, which do not say which turn they belong to. Write its rows with "
             "`prompt` and `completion`, each with its own images."
         )
-    if "messages" not in columns and "conversations" in columns:
-        dataset = dataset.map(maybe_convert_to_chatml)
-        columns = sorted(column_names(dataset))
     if "messages" not in columns:
         raise ValueError(
-            f"`expand_turns` makes rows from conversations, and the {name} dataset has columns {sorted(columns)}. "
+            f"`expand_turns` makes rows from conversations, and the {name} dataset has columns {columns}. "
             "Give a column `messages`, or leave `expand_turns` out: rows with `prompt` and `completion` already have "
             "one turn."
         )

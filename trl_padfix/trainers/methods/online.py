@@ -140,9 +140,7 @@ class OnlineTrainer(PaddingFreeMixin):
         task, buffered = self.padding.task, self._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)
         # An evaluation buffers nothing, and a later step of a generation has its rows in the buffer already.
-        if self._buffered_inputs is buffered:
-            return inputs
-        if not task.may_regroup():
+        if self._buffered_inputs is buffered or not task.may_regroup():
             return inputs
         window = min(self.args.gradient_accumulation_steps, len(self._buffered_inputs))
         self._buffered_inputs = group_prompts(self._buffered_inputs, window)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -131,13 +130,11 @@ class SFTTrainer(PaddingFreeMixin, trl.SFTTrainer):
     if not TYPE_CHECKING:
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            config = arguments_by_name(self._init_owners(), args, kwargs).get("args")
-            settings = Settings.of(config)
+            given = arguments_by_name(self._init_owners(), args, kwargs)
+            settings = Settings.of(given.get("args"), **self.fixed_settings)
             if settings.expand_turns:
-                bound = inspect.signature(self._init_owners()[0].__init__).bind(self, *args, **kwargs)
                 for name in ("train", "eval"):
-                    datasets = bound.arguments.get(f"{name}_dataset")
-                    bound.arguments[f"{name}_dataset"] = expand_datasets(datasets, name)
-                args, kwargs = bound.args[1:], bound.kwargs
+                    given[f"{name}_dataset"] = expand_datasets(given.get(f"{name}_dataset"), name)
+                args, kwargs = (), given
             with silence_packing_warning() if settings.padding_free else nullcontext():
                 super().__init__(*args, **kwargs)
