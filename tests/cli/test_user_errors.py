@@ -110,6 +110,8 @@ EARLY = [
     (["dpo", *MODEL, "--config", "no_list.yaml"], "line 1: datasets: in a YAML write `datasets: [{path: json"),
     (["dpo", *MODEL, "--datasets", "good.jsonl"], "--datasets: in a YAML write `datasets: [{path: json"),
     (["dpo", *RUN, "--dataset_train_split", "dev"], ": Bad split: dev. Available splits: ['train']"),
+    (["dpo", *CPU, "--config", "seven.yaml"], "line 1: model_name_or_path: invalid str value: 7."),
+    (["dpo", *CPU, "--config", "models.yaml"], "line 1: model_name_or_path: invalid str value: ['models/good']."),
     (["dpo", *RUN, "--output_dir", "good.jsonl/run"], "`output_dir`: 'good.jsonl/run' cannot be written: '"),
     (["rloo", *PROMPTS, "--rloo_k", "2"], "--rloo_k (it is `num_generations` now)"),
     (["dpo", *RUN, "--max_completion_length", "9"], "(it is `max_length` here, of prompt and completion)"),
@@ -135,6 +137,8 @@ def material(tmp_path_factory) -> Path:
     (folder / "slice.yaml").write_text("datasets: [{path: json, data_files: good.jsonl, split: 'train[:2]'}]\n")
     (folder / "entry.yaml").write_text("datasets: [{path: json, data_file: good.jsonl}]\n")
     (folder / "loader.yaml").write_text("datasets: [{path: jsonl, data_files: good.jsonl}]\n")
+    (folder / "seven.yaml").write_text("model_name_or_path: 7\n")
+    (folder / "models.yaml").write_text("model_name_or_path: [models/good]\n")
     (folder / "no_list.yaml").write_text("datasets: {path: json}\n")
     (folder / "twice.yaml").write_text("seed: 1\nmax_steps: 2\nseed: 2\n")
     (folder / "huge.yaml").write_text("tiny_model: huge\n")

@@ -164,8 +164,7 @@ def declared_fields(method: str) -> dict[str, set[str]]:
     fields: dict[str, set[str]] = {name: set() for name in of_command(method)}
     fields |= {"tiny_model": {"None", *map(repr, TINY_MODELS)}} if method in TINY else {}
     enums = _enums()
-    files = [file for file in _config_files(method) if file.is_file()]
-    for node in (node for file in files for node in ast.walk(ast.parse(file.read_text("utf-8")))):
+    for node in (node for file in _config_files(method) for node in ast.walk(ast.parse(file.read_text("utf-8")))):
         if isinstance(node, ast.AnnAssign):
             fields.setdefault(ast.unparse(node.target), set()).update(_types(node, enums))
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".add_argument"):
@@ -203,10 +202,10 @@ def _config_files(method: str) -> list[Path]:
     folder, transformers, accelerate = map(_folder, ("trl", "transformers", "accelerate"))
     ours = Path(__file__).parents[1]
     files = [*folder.glob("trainer/*_config.py"), folder / "scripts/utils.py", folder / f"scripts/{method}.py"]
-    files = [file for file in files if file.stem.removesuffix("_config") not in others]
     files += folder.glob(f"experimental/{method}/*_config.py")
     files += [transformers / "training_args.py", accelerate / "commands/launch.py", ours / "trainers/settings.py"]
-    return [*files, ours / "trainers/config.py", ours / "trainers/methods/distillation_config.py"]
+    files += [ours / "trainers/config.py", ours / "trainers/methods/distillation_config.py"]
+    return [file for file in files if file.is_file() and file.stem.removesuffix("_config") not in others]
 
 
 def check_names(method: str, given: Given, known: Iterable[str]) -> None:
@@ -253,7 +252,7 @@ def _is(value: Any, name: str) -> bool:
         return name in ("None", repr(str(value))) and (value is None) == (name == "None")
     with suppress(ValueError):
         READERS.get(name, str)(str(value).lower())
-        return True
+        return name != "str" or isinstance(value, str | bool)
     return False
 
 

@@ -36,10 +36,9 @@ def stats(
 
     import numpy as np
 
+    from ..tools import tiny
     from ..tools.data import load_rows, trainer_of
     from ..tools.stats import UNITS, advise, measure
-    from ..tools.tiny import texts_of
-    from ..tools.tiny import train_tokenizer as trained
     from ..trainers.data.turns import expand_turns as expanded
 
     dataset = load_rows(data)
@@ -48,7 +47,7 @@ def stats(
 
         loaded = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
     else:
-        loaded = trained(texts_of(dataset), train_tokenizer)
+        loaded = tiny.train_tokenizer(tiny.texts_of(dataset), train_tokenizer)
     dataset = expanded(dataset) if expand_turns else dataset
     trainer = trainer_of(dataset.column_names)
     lengths = measure(dataset, loaded)

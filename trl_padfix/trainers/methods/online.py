@@ -85,9 +85,8 @@ class OnlineTask(Task):
         steps = vars(args).get("steps_per_generation", accumulated)
         # Under a budget a batch keeps exactly TRL's rows; one big batch shares all prefixes of a step.
         shares = trainer.padding.is_removed and settings.prefix_sharing and settings.max_tokens_per_batch is None
-        if not shares or accumulated == 1 or (steps % accumulated and accumulated % steps):
-            return False
-        if not self.rows_are_independent() or self.balances_experts():
+        is_sum = self.rows_are_independent() and not self.balances_experts()
+        if not (shares and is_sum) or accumulated == 1 or (steps % accumulated and accumulated % steps):
             return False
         if of_user := custom_batch_name(trainer):
             logger.warning_once(

@@ -39,8 +39,7 @@ class RewardTask(PairTask):
             )
 
     def on_attached(self) -> None:
-        handle = self.trainer.padding.handle
-        collator = self.trainer.data_collator
+        handle, collator = self.trainer.padding.handle, self.trainer.data_collator
         pads_left = isinstance(collator, DataCollatorForReward) and collator.padding_side == "left"
         if not pads_left or handle is None or handle.pool_last_token:
             return

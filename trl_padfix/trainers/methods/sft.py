@@ -56,10 +56,8 @@ class SFTTask(Task):
         return (is_trls and collator.padding_free) or bool(args.eval_packing)
 
     def padded_batches(self, inputs: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
-        names = ("input_ids", "attention_mask")
-        if "attention_mask" not in inputs:
-            names = ("input_ids", "position_ids", "cu_seq_lens_q")
-        return [{name: inputs[name] for name in names if name in inputs}]
+        layout = ["attention_mask"] if "attention_mask" in inputs else ["position_ids", "cu_seq_lens_q"]
+        return [{name: inputs[name] for name in ("input_ids", *layout) if name in inputs}]
 
     def chunk_weight(self, chunk: dict[str, Any], batch: dict[str, Any], num_items: Any) -> Any:
         if "labels" not in batch or self.trainer.label_smoother is not None:
