@@ -112,6 +112,7 @@ EARLY = [
     (["dpo", *RUN, "--dataset_train_split", "dev"], ": Bad split: dev. Available splits: ['train']"),
     (["dpo", *CPU, "--config", "seven.yaml"], "line 1: model_name_or_path: invalid str value: 7."),
     (["dpo", *CPU, "--config", "models.yaml"], "line 1: model_name_or_path: invalid str value: ['models/good']."),
+    (["dpo", *RUN, "--output_dir", "/proc/run"], "`output_dir`: '/proc/run' cannot be written: '/proc' is a file or"),
     (["dpo", *RUN, "--output_dir", "good.jsonl/run"], "`output_dir`: 'good.jsonl/run' cannot be written: '"),
     (["rloo", *PROMPTS, "--rloo_k", "2"], "--rloo_k (it is `num_generations` now)"),
     (["dpo", *RUN, "--max_completion_length", "9"], "(it is `max_length` here, of prompt and completion)"),

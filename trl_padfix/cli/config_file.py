@@ -7,7 +7,6 @@ The fields are read from the source of the configurations, because importing the
 from __future__ import annotations
 
 import ast
-import os
 import re
 import sys
 from collections.abc import Iterable, Sequence
@@ -15,6 +14,7 @@ from contextlib import suppress
 from importlib.util import find_spec
 from itertools import takewhile
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -273,8 +273,11 @@ def _check_model(values: dict[str, Any], places: dict[str, str]) -> str | bool |
         raise ValueError(f"`model_name_or_path`: the folder {str(model)!r} has no config.json, so it is no model.")
     output_dir = str(values.get("output_dir") or "trainer_output")
     there = next(path for path in (Path(output_dir), *Path(output_dir).absolute().parents) if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        raise ValueError(f"`output_dir`: {output_dir!r} cannot be written: {str(there)!r} is a file or read-only.")
+    try:
+        TemporaryFile(dir=there).close()  # root may write to any folder, but not to /proc
+    except OSError as error:
+        problem = f"`output_dir`: {output_dir!r} cannot be written: {str(there)!r} is a file or read-only."
+        raise ValueError(problem) from error
     resume_from = checkpoint_to_resume(values.get("resume_from_checkpoint"), output_dir)
     if isinstance(resume_from, str) and not (Path(resume_from) / "trainer_state.json").is_file():
         states = sorted(Path(output_dir).glob("checkpoint-*/trainer_state.json"))
