@@ -77,9 +77,9 @@ EARLY = [
     (["dpo", *RUN, "--attn_implementation", "flash_attn2"], "'flash_attn2' (choose from 'auto', 'eager', 'flash_"),
     (["dpo", *RUN, "--ref_attn_implementation", "spda"], "--ref_attn_implementation: invalid choice: 'spda'"),
     (["dpo", *CPU, "--dataset_name", "good_folder", "--config", "huge.yaml"], "'huge' (choose from 'small', 'tiny')"),
-    (["dpo", *RUN, "--config", "no_file.yaml"], "no_file.yaml, line 1: datasets: Unable to find '"),
-    (["dpo", *RUN, "--config", "no_files.yaml"], "no_files.yaml, line 1: datasets: Unable to find '"),
-    (["dpo", *RUN, "--config", "no_folder.yaml"], "line 1: datasets: there is no file or folder './x' here"),
+    (["dpo", *RUN, "--config", "no_file.yaml"], "no_file.yaml, line 1: datasets, entry 1: Unable to find '"),
+    (["dpo", *RUN, "--config", "no_files.yaml"], "no_files.yaml, line 1: datasets, entry 1: Unable to find '"),
+    (["dpo", *RUN, "--config", "no_folder.yaml"], "line 1: datasets, entry 1: there is no file or folder './x' here"),
     (
         ["dpo", *RUN, "--config", "empty.yaml"],
         "empty.yaml, line 2: beta: invalid float value: None. Write a value, or",
@@ -105,11 +105,15 @@ EARLY = [
     (["sft", *TEXTS, "--dataset_text_field", "txt"], "no column 'txt'; it has ['text']. SFT needs `txt`"),
     (["kto", *MODEL, "--config", "texts.yaml"], "no column 'completion' and no column 'label' and no column 'prompt'"),
     (["kto", *MODEL, "--config", "slice.yaml"], "no column 'completion' and no column 'label' and no column 'prompt'"),
-    (["dpo", *MODEL, "--config", "entry.yaml"], "an entry has no field `data_file` (did you mean `data_files`?)"),
+    (["dpo", *MODEL, "--config", "entry.yaml"], "entry 1 has no field `data_file` (did you mean `data_files`?)"),
     (["dpo", *MODEL, "--config", "loader.yaml"], "`path: jsonl` is no loader. Write `path: json`"),
     (["dpo", *MODEL, "--config", "no_list.yaml"], "line 1: datasets: in a YAML write `datasets: [{path: json"),
     (["dpo", *MODEL, "--datasets", "good.jsonl"], "--datasets: in a YAML write `datasets: [{path: json"),
     (["dpo", *RUN, "--dataset_train_split", "dev"], ": Bad split: dev. Available splits: ['train']"),
+    (["dpo", *RUN, "--eval_strategy", "steps"], "--dataset_name, `dataset_test_split`: Bad split: test. Available sp"),
+    (["dpo", *MODEL, "--config", "mixture.yaml"], "line 1: datasets, entry 2: The good.jsonl dataset has no column '"),
+    (["dpo", *MODEL, "--config", "no_row.yaml"], "line 1: datasets, entry 1: empty.jsonl has a file without a row."),
+    (["dpo", *MODEL, "--config", "semicolons.yaml"], "it has ['prompt;chosen;rejected']. DPO needs `chosen`"),
     (["dpo", *CPU, "--config", "seven.yaml"], "line 1: model_name_or_path: invalid str value: 7."),
     (["dpo", *CPU, "--config", "models.yaml"], "line 1: model_name_or_path: invalid str value: ['models/good']."),
     (["dpo", *RUN, "--output_dir", "/proc/run"], "`output_dir`: '/proc/run' cannot be written: '/proc' is a file or"),
@@ -138,6 +142,12 @@ def material(tmp_path_factory) -> Path:
     (folder / "slice.yaml").write_text("datasets: [{path: json, data_files: good.jsonl, split: 'train[:2]'}]\n")
     (folder / "entry.yaml").write_text("datasets: [{path: json, data_file: good.jsonl}]\n")
     (folder / "loader.yaml").write_text("datasets: [{path: jsonl, data_files: good.jsonl}]\n")
+    (folder / "mixture.yaml").write_text(
+        "datasets: [{path: json, data_files: pairs.jsonl}, {path: json, data_files: good.jsonl}]\n"
+    )
+    (folder / "no_row.yaml").write_text("datasets: [{path: json, data_files: empty.jsonl}]\n")
+    (folder / "semicolons.yaml").write_text("datasets: [{path: csv, data_files: semicolons.csv}]\n")
+    (folder / "semicolons.csv").write_text("prompt;chosen;rejected\na;b;c\n")
     (folder / "seven.yaml").write_text("model_name_or_path: 7\n")
     (folder / "models.yaml").write_text("model_name_or_path: [models/good]\n")
     (folder / "no_list.yaml").write_text("datasets: {path: json}\n")

@@ -301,14 +301,17 @@ def _check_data(method: str, values: dict[str, Any], places: dict[str, str]) -> 
             f"`datasets: [{{path: {builder}, data_files: {name}}}]`."
         )
     alone = {"path": name, "name": values.get("dataset_config"), "split": values.get("dataset_train_split")}
-    entries = values.get("datasets") or [alone]
+    parts = {place: alone}
+    if values.get("eval_strategy") not in (None, "no"):
+        parts[f"{place}, `dataset_test_split`"] = alone | {"split": values.get("dataset_test_split") or "test"}
+    entries = values.get("datasets") or []
     if place.startswith("--datasets") or not (isinstance(entries, list) and all(isinstance(x, dict) for x in entries)):
         raise ValueError(f"{place}: in a YAML write `datasets: [{{path: json, data_files: FILE}}]`.")
     known = ("path", "name", "data_dir", "data_files", "split", "columns", "fraction")
-    for entry in entries:
+    for place, entry in ({f"{place}, entry {i}": x for i, x in enumerate(entries, 1)} or parts).items():
         unknown = [f"`{key}`{hint(key, known)}" for key in entry if key not in known]
         if unknown and not newer_trl():
-            raise ValueError(f"{place}: an entry has no field {', '.join(unknown)}. It has {', '.join(known)}.")
+            raise ValueError(f"{place} has no field {', '.join(unknown)}. It has {', '.join(known)}.")
         # A stream has no slices, such as `train[:80%]`.
         path, split = str(entry.get("path")), str(entry.get("split") or "train").partition("[")[0]
         if (builder := DATA_FILES.get(f".{path}")) and builder != path:
@@ -318,11 +321,11 @@ def _check_data(method: str, values: dict[str, Any], places: dict[str, str]) -> 
         is_here = (path in DATA_FILES.values() or Path(path).is_dir()) and "://" not in str(entry)
         if is_here and "env" not in values:
             given = {key: entry[key] for key in ("path", "name", "data_dir", "data_files") if entry.get(key)}
+            data = str(entry.get("data_files") or path)
             try:
                 with patch("datasets.config.TORCH_AVAILABLE", "torch" in sys.modules):  # else a stream imports torch
                     columns = column_names(load_dataset(**given, split=split, streaming=True))
                 needed = needed_columns(method, values.get("dataset_text_field") or "text")
-                data = str(entry.get("data_files") or path)
                 require_columns(columns & {*(entry.get("columns") or columns)}, data, *needed)
-            except (FileNotFoundError, ValueError) as error:
-                raise ValueError(f"{place}: {error}") from error
+            except (FileNotFoundError, StopIteration, ValueError) as error:
+                raise ValueError(f"{place}: {str(error) or f'{data} has a file without a row.'}") from error
