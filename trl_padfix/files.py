@@ -25,7 +25,7 @@ def refuse_missing(name: str, place: str, in_cache: bool = False) -> None:
     """
     from huggingface_hub.constants import HF_HUB_CACHE, HF_HUB_OFFLINE
 
-    nothing, path = f"{place}: there is no file or folder {name!r} here ({Path.cwd()})", Path(name).expanduser()
+    nothing, path = f"{place}: there is no file or folder {name!r} here ({Path.cwd()})", Path(name)
     # An id is a name, or an owner and a name. `runs/model` may be either: it is a path if the folder `runs` is here.
     has_folder = len(path.parts) > 2 or (len(path.parts) == 2 and path.parent.is_dir())
     if (name.startswith((".", "/", "~")) or path.suffix in DATA_FILES or has_folder) and not path.exists():

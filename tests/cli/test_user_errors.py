@@ -106,7 +106,7 @@ EARLY = [
     (["kto", *MODEL, "--config", "texts.yaml"], "no column 'completion' and no column 'label' and no column 'prompt'"),
     (["kto", *MODEL, "--config", "slice.yaml"], "no column 'completion' and no column 'label' and no column 'prompt'"),
     (["dpo", *MODEL, "--config", "entry.yaml"], "entry 1 has no field `data_file` (did you mean `data_files`?)"),
-    (["dpo", *MODEL, "--config", "loader.yaml"], "`path: jsonl` is no loader. Write `path: json`"),
+    (["dpo", *MODEL, "--config", "loader.yaml"], "'jsonl' is no folder and no Hub id. In a YAML (`--config`) w"),
     (["dpo", *MODEL, "--config", "no_list.yaml"], "line 1: datasets: in a YAML write `datasets: [{path: json"),
     (["dpo", *MODEL, "--datasets", "good.jsonl"], "--datasets: in a YAML write `datasets: [{path: json"),
     (["dpo", *RUN, "--dataset_train_split", "dev"], ": Bad split: dev. Available splits: ['train']"),
@@ -116,6 +116,10 @@ EARLY = [
     (["dpo", *MODEL, "--config", "semicolons.yaml"], "it has ['prompt;chosen;rejected']. DPO needs `chosen`"),
     (["dpo", *CPU, "--config", "seven.yaml"], "line 1: model_name_or_path: invalid str value: 7."),
     (["dpo", *CPU, "--config", "models.yaml"], "line 1: model_name_or_path: invalid str value: ['models/good']."),
+    (["dpo", *MODEL, "--config", "file.yaml"], "`datasets: [{path: json, data_files: good.jsonl}]`."),
+    (["dpo", *MODEL, "--config", "all.yaml"], "'json' is no folder and no Hub id. In a YAML (`--config`) write"),
+    (["dpo", *MODEL, "--config", "number.yaml"], "line 1: datasets: in a YAML write `datasets: [{path: json"),
+    (["dpo", *CPU, "--model_name_or_path", "~"], "--model_name_or_path: there is no file or folder '~' here"),
     (["dpo", *RUN, "--output_dir", "/proc/run"], "`output_dir`: '/proc/run' cannot be written: '/proc' is a file or"),
     (["dpo", *RUN, "--output_dir", "good.jsonl/run"], "`output_dir`: 'good.jsonl/run' cannot be written: '"),
     (["rloo", *PROMPTS, "--rloo_k", "2"], "--rloo_k (it is `num_generations` now)"),
@@ -150,6 +154,9 @@ def material(tmp_path_factory) -> Path:
     (folder / "semicolons.csv").write_text("prompt;chosen;rejected\na;b;c\n")
     (folder / "seven.yaml").write_text("model_name_or_path: 7\n")
     (folder / "models.yaml").write_text("model_name_or_path: [models/good]\n")
+    (folder / "file.yaml").write_text("datasets: [{path: good.jsonl}]\n")
+    (folder / "all.yaml").write_text("datasets: [{path: json}]\n")
+    (folder / "number.yaml").write_text("datasets: [{path: 7}]\n")
     (folder / "no_list.yaml").write_text("datasets: {path: json}\n")
     (folder / "twice.yaml").write_text("seed: 1\nmax_steps: 2\nseed: 2\n")
     (folder / "huge.yaml").write_text("tiny_model: huge\n")

@@ -47,7 +47,9 @@ READERS = {"int": lambda word: int(word.removesuffix(".0")), "float": float, "bo
 OPEN = {"accelerate_config", "attn_implementation", "ref_attn_implementation", "teacher_attn_implementation"}
 """Fields with choices that also take paths or other values."""
 
-POSITIVE = re.compile("per_device_.*_batch_size|gradient_accumulation_steps|num_processes|max_tokens_per_batch")
+POSITIVE = re.compile(
+    "per_device_.*_batch_size|gradient_accumulation_steps|num_processes|max_(tokens_per_batch|length)"
+)
 """Fields that are at least 1."""
 
 IN_YAML = ("bfd-requeue", "float64")
@@ -293,19 +295,14 @@ def _check_data(method: str, values: dict[str, Any], places: dict[str, str]) -> 
     from ..trainers.data.columns import column_names, needed_columns, require_columns
 
     place = places.get("datasets") or places["dataset_name"]
-    # TRL passes the name to `load_dataset`, which takes the name of a file for a Hub id.
     name = values.get("dataset_name")
-    if name and (builder := DATA_FILES.get(Path(name).suffix)) and Path(name).exists():
-        raise ValueError(
-            f"`dataset_name`: {name!r} is a file. Give a folder or a Hub id; in a YAML (`--config`) a file is "
-            f"`datasets: [{{path: {builder}, data_files: {name}}}]`."
-        )
     alone = {"path": name, "name": values.get("dataset_config"), "split": values.get("dataset_train_split")}
     parts = {place: alone}
     if values.get("eval_strategy") not in (None, "no"):
         parts[f"{place}, `dataset_test_split`"] = alone | {"split": values.get("dataset_test_split") or "test"}
     entries = values.get("datasets") or []
-    if place.startswith("--datasets") or not (isinstance(entries, list) and all(isinstance(x, dict) for x in entries)):
+    listed = isinstance(entries, list) and all(isinstance(x, dict) and isinstance(x.get("path"), str) for x in entries)
+    if place.startswith("--datasets") or not listed:
         raise ValueError(f"{place}: in a YAML write `datasets: [{{path: json, data_files: FILE}}]`.")
     known = ("path", "name", "data_dir", "data_files", "split", "columns", "fraction")
     for place, entry in ({f"{place}, entry {i}": x for i, x in enumerate(entries, 1)} or parts).items():
@@ -314,12 +311,14 @@ def _check_data(method: str, values: dict[str, Any], places: dict[str, str]) -> 
             raise ValueError(f"{place} has no field {', '.join(unknown)}. It has {', '.join(known)}.")
         # A stream has no slices, such as `train[:80%]`.
         path, split = str(entry.get("path")), str(entry.get("split") or "train").partition("[")[0]
-        if (builder := DATA_FILES.get(f".{path}")) and builder != path:
-            raise ValueError(f"{place}: `path: {path}` is no loader. Write `path: {builder}`.")
+        is_here = Path(path).is_dir() or (path in DATA_FILES.values() and entry.keys() & {"data_files", "data_dir"})
+        file = path if Path(path).is_file() else "FILE"  # `load_dataset` takes the name of a file for a Hub id
+        if (builder := DATA_FILES.get(Path(file).suffix) or DATA_FILES.get(f".{path}")) and not is_here:
+            remedy = f"`datasets: [{{path: {builder}, data_files: {file}}}]`"
+            raise ValueError(f"{place}: {path!r} is no folder and no Hub id. In a YAML (`--config`) write {remedy}.")
         refuse_missing(path, place)
         # `env` may set another cache, and `datasets` reads the environment at import.
-        is_here = (path in DATA_FILES.values() or Path(path).is_dir()) and "://" not in str(entry)
-        if is_here and "env" not in values:
+        if is_here and "://" not in str(entry) and "env" not in values:
             given = {key: entry[key] for key in ("path", "name", "data_dir", "data_files") if entry.get(key)}
             data = str(entry.get("data_files") or path)
             try:

@@ -131,8 +131,7 @@ class SFTTrainer(PaddingFreeMixin, trl.SFTTrainer):
             given = arguments_by_name(self._init_owners(), args, kwargs)
             settings = Settings.of(given.get("args"), **self.fixed_settings)
             if settings.expand_turns:
-                for name in ("train", "eval"):
-                    given[f"{name}_dataset"] = expand_datasets(given.get(f"{name}_dataset"), name)
+                given |= {f"{n}_dataset": expand_datasets(given.get(f"{n}_dataset"), n) for n in ("train", "eval")}
                 args, kwargs = (), given
             with silence_packing_warning() if settings.padding_free else nullcontext():
                 super().__init__(*args, **kwargs)
