@@ -261,7 +261,7 @@ def test_a_dry_run_prints_one_table_and_writes_nothing(recipe, tmp_path):
 def test_a_dry_run_that_fails_is_an_exit_status(recipe, tmp_path, monkeypatch):
     monkeypatch.setattr("trl_padfix.trainers.dry_run.dry_run", lambda trainer: False)
     with pytest.raises(SystemExit) as end:
-        main("dpo", ["--config", str(recipe), "--dry_run", "--output_dir", str(tmp_path / "run")])
+        main("dpo", ["--config", str(recipe), "--dry-run", "--output_dir", str(tmp_path / "run")])
     assert end.value.code == 1
     assert list(tmp_path.iterdir()) == []
 

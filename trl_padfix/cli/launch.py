@@ -48,12 +48,13 @@ def make_parser(method: str) -> TrlParser:
     parser.epilog = "Flags of `accelerate launch` work too, here and in the YAML."
     parser.add_argument(
         "--dry_run",
+        "--dry-run",
         action="store_true",
         help="Check settings, data, model and the first batch, without a step or a file.",
     )
     if method in TINY:
         about = "Train a random Qwen2 of this shape, with a tokenizer trained on the data, built in `output_dir`."
-        parser.add_argument("--tiny_model", choices=TINY_MODELS, help=about)
+        parser.add_argument("--tiny_model", "--tiny-model", choices=TINY_MODELS, help=about)
     ours = [c for c in config.__mro__ if c.__module__.startswith("trl_padfix.")]
     names = {field.name for c in ours if not issubclass(c, TrainingArguments) for field in fields(c)}
     # argparse cannot move an action to another group: the lists that `--help` prints are changed.
