@@ -114,7 +114,7 @@ EARLY = [
     (["dpo", *MODEL, "--config", "mixture.yaml"], "line 1: datasets, entry 2: The good.jsonl dataset has no column '"),
     (["dpo", *MODEL, "--config", "no_row.yaml"], "line 1: datasets, entry 1: empty.jsonl has a file without a row."),
     (["dpo", *MODEL, "--config", "semicolons.yaml"], "it has ['prompt;chosen;rejected']. DPO needs `chosen`"),
-    (["dpo", *CPU, "--config", "seven.yaml"], "line 1: model_name_or_path: invalid str value: 7."),
+    (["dpo", *CPU, "--config", "seven.yaml"], 'model_name_or_path: invalid str value: 7. Write "7" in quotes.'),
     (["dpo", *CPU, "--config", "models.yaml"], "line 1: model_name_or_path: invalid str value: ['models/good']."),
     (["dpo", *MODEL, "--config", "file.yaml"], "`datasets: [{path: json, data_files: good.jsonl}]`."),
     (["dpo", *MODEL, "--config", "all.yaml"], "'json' is no folder and no Hub id. In a YAML (`--config`) write"),

@@ -241,6 +241,7 @@ def _check_value(name: str, value: Any, place: str, types: set[str]) -> None:
         listed = ", ".join(sorted(types - {"None"})).replace("', bool", "'")
         problem = f"choice: {value!r} (choose from {listed})" if "'" in listed else f"{listed} value: {value!r}"
         remedy = ' YAML takes `no` for false. Write "no" in quotes.' if value is False and "'no'" in types else ""
+        remedy = f' Write "{value}" in quotes.' if isinstance(value, int | float) and "str" in types else remedy
         if value in (None, "None", "none"):
             remedy = " Write `null` for no value." if "None" in types else " Write a value, or leave the field out."
         raise ValueError(f"{place}: invalid {problem}.{remedy}")
