@@ -70,7 +70,7 @@ FIGURE = r"(?<![\w.])\d+\.\dx"
 
 
 def measured(variant: str, name: str) -> str:
-    """The speed-up of a variant in a file of `docs/bench`."""
+    """The speedup of a variant in a file of `docs/bench`."""
     found = json.loads((ROOT / f"docs/bench/{name}.json").read_text())
     speed = {variant["name"]: variant["speedup"] for variant in found["variants"]}
     return f"{speed[variant]:.1f}x"

@@ -5,7 +5,7 @@ Rows are tokenized as TRL's trainers do. Their lengths are kept, and the length 
 its neighbor in sorted order. All figures follow from these.
 
 Tokens are counted in random batches, in batches of rows with long shared prefixes, and in batches by TRL's settings.
-Their ratio limits the speed-up where time is proportional to tokens.
+Their ratio limits the speedup where time is proportional to tokens.
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ class Verdict:
             f"Use {', '.join(settings)}.",
             f"Padding is {1 - real / padded:.0%} of TRL's batches of {self.batch_size} {UNITS[self.trainer]}; random "
             f"batches repeat {1 - auto / real:.0%} of the rest in prefixes, and {grouping}.",
-            f"Limit by tokens: {padded / self.tokens:.1f}x ({padded:,.0f} tokens in TRL's padded batch, "
+            f"Expected speedup from tokens: {padded / self.tokens:.1f}x ({padded:,.0f} tokens in TRL's padded batch, "
             f"{self.tokens:,.0f} with these settings).",
             f"TRL's group_by_length: {padded / self.by_length.padded:.1f}x by tokens; its padding_free or "
             f"packing: {packed}.",
