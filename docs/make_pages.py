@@ -23,13 +23,13 @@ from trl_padfix.cli import METHODS
 
 FOLDER = Path(__file__).parent
 ATTENTION = (  # a flag of TRL's model configuration
-    "Attention of the model: a name, or `'auto'` for an installed FlashAttention, else `sdpa`, else `eager`. "
+    "Attention implementation: a name, or `'auto'` (an installed FlashAttention, else `sdpa`, else `eager`). "
     '`None`: transformers chooses. For parts of a vision model: `{"text_config": "sdpa", "vision_config": "eager"}`.'
 )
 OPENING = """
 Our configurations add these fields to TRL's. Begin with [those that pay in every
-method](from_trl.md#settings-that-pay-in-every-method). Set them in Python, in YAML, or as flags (`--padding_free
-true`). If your script parses TRL's `ModelConfig`, its `--attn_implementation` is used.
+method](from_trl.md#settings-that-pay-in-every-method). If your script parses TRL's `ModelConfig`, its
+`--attn_implementation` is used.
 
 ## Fields
 """
@@ -75,7 +75,7 @@ METRICS = """
 | `padfix/pad_fraction` | padding / tokens of the padded batches (with a token budget: of the sub-batches) |
 | `padfix/shared_fraction` | repeated prefix tokens / real tokens |
 | `padfix/filler_fraction` | filler / computed tokens (with `packed_multiple_of`) |
-| `padfix/padded_forwards` | number of forwards that ran padded; the log has each reason once |
+| `padfix/padded_forwards` | calls that ran padded (a padded step: one per model); the log has each reason once |
 | `padfix/auto_shared` | share of the forwards that used shared prefixes (with `prefix_sharing="auto"`) |
 | `perf/tokens_per_second` | real tokens per second of wall time, with data loading, optimizer and generation |
 
@@ -90,10 +90,11 @@ completions of one prompt into the same micro-batch. The step stays the same, bu
 | flag or variable | what it does |
 |---|---|
 | `trl-padfix stats DATA` | counts tokens; `--tokenizer ID` or `--train-tokenizer SIZE`, `--max-length 1024` |
-| `trl-padfix doctor` | shows what runs here; with `--model` or `--attn`, exits with 1 if that cannot run |
+| `trl-padfix doctor` | shows what runs here; with `--model` or `--attn`, exits with status 1 if the request fails |
 | `--dry_run` | [checks the first batch](numbers.md#in-your-run) without training |
+| `--tiny_model tiny` or `small` | trains a random Qwen2 (DPO, SFT) |
 | `--resume_from_checkpoint` | takes `latest` or a folder ([resume](../recipes/README.md#resume)) |
-| `--accelerate_config` | takes a file, or the name of one of TRL's |
+| `--accelerate_config` | takes a file, or a name of TRL's; flags of `accelerate launch` work too, also in YAML |
 | `trl-padfix COMMAND --help` | lists all flags |
 | `trl-padfix --debug COMMAND` or `TRL_PADFIX_DEBUG=1` | shows the traceback of every error |
 | `TRL_PADFIX_OFF=1` | lets TRL's code compute every step |

@@ -102,7 +102,7 @@ def test_a_stack_of_another_version_than_its_plug_in_was_run_with_is_refused(ins
         versions.require_stack(package)
         for other in ("0.1.0", f"{run_with.major}.{run_with.minor + 1}.0", f"{run_with.major + 1}.0.0", None):
             installed(**{package: other})
-            said = f"run with {package} {run_with}, and {other or 'none'} is installed"
+            said = f"tested with {package} {run_with}, but {other or 'none'} is installed"
             with pytest.raises(RuntimeError, match=said):
                 versions.require_stack(package)
 
@@ -213,5 +213,5 @@ def test_another_version_is_refused_before_anything_of_it_is_imported(package, m
     monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(versions.OTHER_STACKS, package, "0.1.0")
     monkeypatch.setitem(sys.modules, package.removeprefix("ms-"), None)
-    with pytest.raises(RuntimeError, match=rf"run with {package} 0\.1\.0, and (none|\d+\.\d+\.\d+) is installed"):
+    with pytest.raises(RuntimeError, match=rf"tested with {package} 0\.1\.0, but (none|\d+\.\d+\.\d+) is installed"):
         importlib.import_module(name)

@@ -1,4 +1,4 @@
-"""Padding-free and prefix-sharing training for TRL: change the import, keep the script."""
+"""Drop-in TRL trainers that skip padding and compute shared prompts once."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _of_trl(name: str) -> Any:
     module = name.removesuffix("Trainer").removesuffix("Config").lower()
     is_class = name.endswith(("Trainer", "Config")) and name not in trl.__all__
     if is_class and find_spec("trl.experimental") and find_spec(f"trl.experimental.{module}"):
-        raise ImportError(f"`{name}` is an experiment of TRL: `from trl_padfix.experimental.{module} import {name}`.")
+        raise ImportError(f"`{name}` is experimental in TRL: `from trl_padfix.experimental.{module} import {name}`.")
     if is_class:
         close = get_close_matches(name, [*_HOME, *trl.__all__], n=1, cutoff=0.92)
         raise ImportError(

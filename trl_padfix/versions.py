@@ -112,7 +112,7 @@ def require_stack(package: str) -> None:
     tested, installed = OTHER_STACKS[package], installed_version(package)
     if installed is None or not SpecifierSet(f"~={tested}").contains(installed, prereleases=True):
         raise RuntimeError(
-            f"The plug-in of trl_padfix for {package} was run with {package} {tested}, and "
+            f"The plug-in of trl_padfix for {package} was tested with {package} {tested}, but "
             f"{installed or 'none'} is installed. Run: pip install '{package}~={tested}', or leave the plug-in out "
             "and add `trl_padfix.PaddingRemovalCallback` to the trainer's callbacks where the stack takes callbacks."
         )

@@ -256,8 +256,8 @@ UNACCOUNTED = [  # change of the module, arguments of its call, message
     ({}, {"position_bias": torch.zeros(1)}, r"passes \['position_bias'\] to its attention function"),
     ({}, {CALL: None}, r"Qwen2Attention \(layer 0\) did not receive the layout"),
     ({}, {"asked": PackedMask(causal=False)}, "attends in both directions"),
-    ({}, {"asked": PackedMask(custom=True)}, "attends with a mask of its own making"),
-    ({}, {"asked": torch.zeros(1, 1, 62, 62)}, "attends with a mask of its own making"),
+    ({}, {"asked": PackedMask(custom=True)}, "builds its own attention mask"),
+    ({}, {"asked": torch.zeros(1, 1, 62, 62)}, "builds its own attention mask"),
 ]
 
 

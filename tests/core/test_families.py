@@ -126,7 +126,8 @@ def counted(recorded: dict[str, Any]) -> str:
     found = [cell for outcomes in recorded.values() for cell in cells(outcomes).values()]
     figures = [cell.get(name, 0) for cell in found for name in ("logps", "gradients")]
     largest = f"The largest difference is {max(figures):.0e}."
-    return f"{TEXT}\nWithout `prefix_sharing` {free}; with it {'the same' if shared == free else shared}. {largest}"
+    same = "The counts with `prefix_sharing` are the same." if shared == free else f"With it {shared}."
+    return f"{TEXT}\nWithout `prefix_sharing` {free}. {same} {largest}"
 
 
 class Part(NamedTuple):

@@ -1,4 +1,4 @@
-"""The guides: each script runs as it is printed and prints what the page says; speed-ups are on one page only."""
+"""The guides: each script runs as it is printed and prints what the page says; speedups are on one page only."""
 
 import doctest
 import json

@@ -242,7 +242,7 @@ def build_compiled() -> torch.nn.Module:
 
 BAD = {
     "no transformers model": (lambda: torch.nn.Linear(2, 2), {}, TypeError, "contains none"),
-    "an encoder": (lambda: BertForMaskedLM(ENCODER), {}, PaddingRemovalError, "attends in both directions"),
+    "an encoder": (lambda: BertForMaskedLM(ENCODER), {}, PaddingRemovalError, "uses bidirectional or cross-attention"),
     "compiled by the trainer": (build_model, BY_TRAINER, PaddingRemovalError, "Leave it uncompiled"),
     "compiled by its user": (build_compiled, {}, PaddingRemovalError, "Leave it uncompiled"),
 }

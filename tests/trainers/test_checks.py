@@ -131,7 +131,7 @@ BAD = {
             | {"model": build_model("reward", pad_token_id=1), "processing_class": build_tokenizer(pad_token="<eos>")}
             | {"train_dataset": Dataset.from_list([{"chosen_ids": [2, 3, 1], "rejected_ids": [1]}])}
         ),
-        "`rejected_ids` of pair 0 of the train dataset has only pad tokens",
+        r"`rejected_ids` of pair 0 \(counted from 0\) of the train dataset has only pad tokens",
     ),
     # Models
     "a language model for rewards": Bad(

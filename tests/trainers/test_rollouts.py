@@ -135,7 +135,7 @@ def test_streams_and_groups_that_are_split_are_errors():
     with pytest.raises(ValueError, match="finds nothing to compare: of 0 tasks"):
         record(rollouts().select([]))
     recorded = record(rollouts())
-    with pytest.raises(ValueError, match="Give the trainer `rollout_func=`"):
+    with pytest.raises(ValueError, match="These completions were not recorded"):
         RecordedRollouts.rewards(["of the policy"])
     for trains, fields in (
         (True, "`num_generations=3`, and `per_device_train_batch_size`"),

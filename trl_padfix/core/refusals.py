@@ -42,7 +42,7 @@ def refusal(anatomy: Anatomy) -> str | None:
         )
     for table in anatomy.position_tables:
         if "padding_idx" in names_in(type(table).forward):
-            return f"`{type(table).__name__}` numbers the tokens of a padded batch, and takes no positions instead"
+            return f"`{type(table).__name__}` computes positions from the padded batch and accepts none"
     if prompt_length := getattr(decoder, "prompt_length", 0):
         return f"its decoder puts `prompt_length={prompt_length}` tokens of its own before every row"
     if "patch_lengths" in parameters_of(decoder.forward):
@@ -51,7 +51,7 @@ def refusal(anatomy: Anatomy) -> str | None:
         return f"`{type(module).__name__}` inherits attention, and its forward does not name `attention_mask`. Add it"
     mixers = anatomy.mixers
     if not mixers.mixers:
-        return f"no module that attends or otherwise mixes tokens was found in the layers of {type(decoder).__name__}"
+        return f"we found no layer that mixes tokens in {type(decoder).__name__}"
     for mixer in mixers.mixers:
         cache_position = parameters_of(forward_of(mixer.module)).get("cache_position")
         is_required = cache_position is not None and cache_position.default is cache_position.empty
@@ -97,7 +97,7 @@ def _why_not_causal(decoder: nn.Module, config: PretrainedConfig, mixers: Mixers
         modules = (m for m in mixer.module.modules() if not marks_cross_attention(m))
         if not all(map(is_causal, modules)):
             layer = f"layer `{mixer.name}` ({type(mixer.module).__name__})"
-            return f"{layer} attends in both directions or to another sequence"
+            return f"{layer} uses bidirectional or cross-attention"
     names = names_in(type(decoder).forward)
     # `is_decoder` is a field of all configurations, and acts in the code that reads it.
     for name, value in _bidirectional_settings(config).items():

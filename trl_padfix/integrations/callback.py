@@ -132,8 +132,8 @@ class PaddingRemovalCallback(TrainerCallback):
     loop and data stay the trainer's.
 
     transformers passes the model to callbacks, and not the trainer. Call [`~PaddingRemovalCallback.attach`] before
-    `trainer.train()` for what needs the trainer: the reference (`trainer.ref_model`), DeepSpeed and FSDP, batches that
-    your loss must get padded, and the metrics in the reports of trackers. Without it a warning names these.
+    `trainer.train()`. It is needed for: the reference (`trainer.ref_model`), DeepSpeed and FSDP, batches that your
+    loss must get padded, and the metrics in the reports of trackers. Without it a warning names these.
 
     Args:
         prefix_sharing (`bool` or `"auto"`, *optional*, defaults to `False`):

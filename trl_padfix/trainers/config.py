@@ -35,18 +35,18 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
 
     Args:
         padding_free (`bool`, *optional*, defaults to `False`):
-            Compute no padding: the decoder receives one packed row, with the real tokens of the batch. Loss and
-            gradients stay the same, up to rounding. A model that cannot be packed raises an error.
+            Skip padding: the decoder receives one row of real tokens. Loss and gradients stay the same, up to
+            rounding. A model that cannot be packed raises an error.
         prefix_sharing (`bool` or `"auto"`, *optional*, defaults to `False`):
-            Compute the shared beginning of rows once, for example the prompt of a pair. Use `'auto'`: a forward shares
-            if that saves more work than it adds. `True` also warns if a batch cannot share (with `strict` it raises an
-            error), and forbids NEFTune. Needs `padding_free`.
+            Compute the shared beginning of rows once, for example the prompt of a pair. Both values share only where
+            it saves work. `True` also warns if a batch cannot share (with `strict`: an error), and forbids NEFTune.
+            Prefer `'auto'`. Needs `padding_free`.
         padding_side (`str`, *optional*):
-            Side on which the collator pads. Default: the tokenizer's side; `'right'` for stateful models, prompt
+            Side on which the collator pads. Default: the tokenizer's side; `'right'` for recurrent models, prompt
             tuning and p-tuning.
         parity_check (`bool`, *optional*, defaults to `True`):
-            Compare a few rows with and without padding in the first steps. If the model is wrong, the run stops. If
-            only the loss is wrong, the run continues padded. Disable it only to measure time.
+            Compare a few rows with and without padding in the first steps. If the model's packed results are wrong,
+            the run stops. If only the loss is wrong, it continues padded and warns. Disable it only to measure time.
         strict (`bool`, *optional*, defaults to `False`):
             Raise an error if a call cannot be packed, or if the loss depends on padding. By default such calls run
             padded, with a warning.
@@ -55,12 +55,12 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
             metrics ignore the filler. Use it for FP8, and for kernels that recompile for each length. Needs
             `padding_free`.
         attn_implementation (`str` or `dict[str, str]`, *optional*):
-            Attention implementation of the model: a name; `'auto'` for an installed FlashAttention, else `sdpa`, else
-            `eager`; or, for a vision model, a name for each part. Defaults to transformers' choice.
+            Attention implementation: a name, or `'auto'` (an installed FlashAttention, else `sdpa`, else `eager`);
+            for a vision model, also a name for each part. Defaults to transformers' choice.
         ref_attn_implementation (`str` or `dict[str, str]`, *optional*):
             Like `attn_implementation`, but for the reference model. Defaults to the policy's.
         predict_with_generate (`bool`, *optional*, defaults to `False`):
-            In evaluation, generate answers, and write them to `generations/` in the output directory. As in
+            In evaluation, generate completions, and write them to `generations/` in the output directory. As in
             `Seq2SeqTrainer`, `compute_metrics` gets the generated tokens as `predictions`, and the tokens of the data
             as `label_ids`, padded with -100.
         generation_max_new_tokens (`int`, *optional*, defaults to `256`):
@@ -71,10 +71,10 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
             another. Loss and metrics stay the same. Needs `padding_free`.
         group_by_prefix (`bool`, *optional*, defaults to `False`):
             Put rows with long shared prefixes into the same batch, for example the turns of a conversation. Needs
-            `prefix_sharing`. An error with streams, images, `packing` and `group_by_length`.
+            `prefix_sharing`. Raises an error with streams, images, `packing` and `group_by_length`.
         exact_eval_means (`bool`, *optional*, defaults to `False`):
             Average the metrics of an evaluation over all its pairs (DPO) or trained tokens (SFT). By default they are
-            means of batch means, as in TRL. Exception: the loss of DPO with `loss_type="sft"`.
+            means of batch means, as in TRL. Does not affect the DPO loss with `loss_type="sft"`.
         **kwargs:
             All fields of [`~trl.DPOConfig`].
 

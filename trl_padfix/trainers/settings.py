@@ -291,7 +291,7 @@ def check_token_budget(budget: int | None, config: TrainingArguments) -> None:
     if (alpha := config.neftune_noise_alpha) is not None:
         raise ValueError(
             f"`neftune_noise_alpha={alpha}` adds noise whose size depends on the length of a padded batch, and "
-            "`max_tokens_per_batch` changes the batches. Leave one of them out."
+            "`max_tokens_per_batch` changes the batches. Leave `max_tokens_per_batch` out."
         )
     for name in ("max_completion_length", "max_new_tokens"):
         if (longest := vars(config).get(name) or 0) > budget:

@@ -85,12 +85,12 @@ NOT_EXACT = [
     (
         "T5EncoderModel",
         {"vocab_size": 40, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 4},
-        "attends in both directions|it is an encoder-decoder model",
+        "uses bidirectional or cross-attention|it is an encoder-decoder model",
     ),
     (
         "BertForMaskedLM",
         {k: v for k, v in TINY.items() if k != "num_key_value_heads"},
-        r"layer `encoder.layer.0.attention` \(BertAttention\) attends in both directions",
+        r"layer `encoder.layer.0.attention` \(BertAttention\) uses bidirectional or cross-attention",
     ),
     ("Qwen2ForCausalLM", TINY | {"attn_implementation": "flex_attention"}, "`flex_attention`.*'sdpa'"),
 ]

@@ -177,7 +177,7 @@ def packed_attention(
     if query.shape[2] != tokens or key.shape[2] != tokens:
         raise _unpackable(
             f"{_name(module)} attends from {query.shape[2]} queries to {key.shape[2]} keys, and the packed batch has "
-            f"{tokens} tokens: there is not one query and one key for each token"
+            f"{tokens} tokens: expected one query and one key per token"
         )
     if attention_mask is not None or query.shape[2] == 1:
         # Many modules pass `is_causal` only in place of a mask, so beside one it means nothing (GPT-2 before 5.0).
@@ -263,9 +263,7 @@ def _mask_of_layer(module: nn.Module, mask: object, call: PackedCall, kwargs: di
         chunk = getattr(module.config, "attention_chunk_size", None)
         mask_spec = PackedMask(window=kwargs.get("sliding_window"), custom=chunk is not None and chunk < span)
     if not isinstance(mask_spec, PackedMask) or mask_spec.custom:
-        raise _unpackable(
-            f"{_name(module)} attends with a mask of its own making, which a layout does not say how to pack"
-        )
+        raise _unpackable(f"{_name(module)} builds its own attention mask, which cannot be packed")
     if not mask_spec.causal or kwargs.get("is_causal") is False or not is_causal(module):
         raise PaddingRemovalError(
             f"{_name(module)} attends in both directions, and a packed batch is attended causally. Padding can only "

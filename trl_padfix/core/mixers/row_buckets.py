@@ -304,8 +304,8 @@ class DryRun:
             if isinstance(error, ValueError | TypeError):  # most likely it unpacks another number of outputs
                 raise UnpackableCallError(
                     "layers whose arguments cannot be recorded",
-                    f"{type(self.patch.module).__name__} could not be run with stubs for its layers, to record how it "
-                    f"calls them for whole rows ({type(error).__name__}: {error}). Train with `padding_free=False`.",
+                    f"{type(self.patch.module).__name__} could not run with placeholder layers, which record "
+                    f"its layer arguments ({type(error).__name__}: {error}). Train with `padding_free=False`.",
                 ) from error
             raise
         return recorded_calls

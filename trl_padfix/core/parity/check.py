@@ -43,38 +43,14 @@ def check_parity(
     gradients: bool = True,
 ) -> ParityReport:
     """
-    Compare packed forward and backward of a model with the padded ones, on up to four short snippets of a batch.
+    Compare packed and padded results of a model, on up to four short snippets of a batch.
 
-    If the decoder has scans that compute chunks of tokens at once, two of the snippets are long enough to cross from
-    one chunk to the next, provided that rows of the batch are.
+    Scores must agree up to rounding and, with `gradients`, so must the gradient of their sum with respect to the
+    embeddings; the longest row is compared with that row alone. If packed and padded differ by more, **each row
+    alone decides**: the report is `ok` if packed is right. [`Limits`] describes the method and its exceptions (images,
+    FSDP, DeepSpeed).
 
-    Errors of long rows do not show in short ones. With `gradients`, the longest row therefore also runs packed after
-    another row, and alone: up to `MAX_COLUMNS` of its scores are compared, and no gradient. With context parallelism
-    ([`split_rows`]), up to `LONG_ROW_TOKENS` tokens of it are distributed over the processes instead. It is left out
-    for batches with images, and under FSDP and DeepSpeed without context parallelism.
-
-    A batch with images of a multimodal model cannot be cut into snippets. All its rows run through the model twice,
-    and the scores of up to `MAX_COLUMNS` columns are compared.
-
-    In float64 and float32 the limit of the differences follows from the size of the model ([`Limits`]). In half
-    precision (also under autocast, and in TF32) the same rows run through the padded model once more, with another
-    attention function (`eager` for `sdpa`). Packed and padded may differ by 3 times the difference of these two padded
-    forwards. A fixed limit would fail: rounding depends on depth and weights, so it would accept a token that sees
-    another row in one model, and reject correct results of another.
-
-    If packed and padded differ by more, **each row alone decides**: without padding and neighbors. It is computed in
-    float64 if the model is in float32, or has recurrent layers that start from shared prefixes; if its code allows it;
-    and on a CPU if its weights are few. To measure rounding, the rows also run in the model's own precision, and three
-    times with weights one rounding away. The report then has both differences from each row alone, and is
-    `ok` if packed is right. Rows with images are not separated. Under FSDP and DeepSpeed rows alone are left out,
-    since processes would compute different numbers of forwards. In both cases any difference is an error.
-
-    The compared gradient is the gradient of the sum of the scores with respect to the embeddings, summed for each
-    token id: it has passed the backward of every layer. It costs a backward for each forward, and the memory of the
-    activations; `.grad` stays unchanged. Gradients are left out, and the report says why, for batches with images,
-    and under FSDP and DeepSpeed.
-
-    Dropout is off. A model without padding removal is attached for the comparison.
+    Dropout is off, and `.grad` stays unchanged. A model without padding removal is attached for the comparison.
 
     Args:
         model (`torch.nn.Module`):

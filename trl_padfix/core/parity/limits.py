@@ -82,7 +82,31 @@ def tolerance(size: float, *, terms: float, depth: int = 1, dtype: torch.dtype =
 
 
 class Limits(NamedTuple):
-    """The largest differences: of a mean (a loss), of a gradient relative to its norm, and of one score."""
+    """
+    The largest differences: of a mean (a loss), of a gradient relative to its norm, and of one score.
+
+    How [`check_parity`] measures them:
+
+    - **Snippets**: up to four. If the decoder has scans that compute chunks of tokens at once, two of them cross from
+      one chunk to the next, provided that rows of the batch are long enough.
+    - **Longest row** (with `gradients`): errors of long rows do not show in short ones. It runs packed after another
+      row, and alone; up to `MAX_COLUMNS` of its scores are compared, and no gradient. With context parallelism, up to
+      `LONG_ROW_TOKENS` tokens of it are distributed over the processes instead.
+    - **Gradient**: of the sum of the scores, summed for each token id, so it has passed the backward of every layer.
+      It costs a backward for each forward, and the memory of the activations.
+    - **Float64 and float32**: the limits follow from the size of the model.
+    - **Half precision** (also under autocast, and in TF32): the same rows run through the padded model once more, with
+      another attention function (`eager` for `sdpa`). Packed and padded may differ by 3 times the difference of these
+      two padded forwards. A fixed limit would fail: rounding depends on depth and weights, so it would accept a token
+      that sees another row in one model, and reject correct results of another.
+    - **Each row alone**: without padding and neighbors. It is computed in float64 if the model is in float32, or has
+      recurrent layers that start from shared prefixes; if its code allows it; and on a CPU if its weights are few. To
+      measure rounding, the rows also run in the model's own precision, and three times with weights one rounding away.
+    - **Images**: a batch with images cannot be cut into snippets. All its rows run twice, and the scores of up to
+      `MAX_COLUMNS` columns are compared.
+    - **Images, FSDP, DeepSpeed**: gradients, the longest row (except with context parallelism) and rows alone are left
+      out, and the report says so. There, any difference is an error.
+    """
 
     mean: float
     gradient: float

@@ -92,12 +92,12 @@ class TokenBudget(Part):
         if splitting_parallelism(trainer.accelerator, "tp_size"):
             raise ValueError(
                 "`max_tokens_per_batch` splits the batch of a process, but under tensor parallelism several processes "
-                "compute one batch. Leave one of them out."
+                "compute one batch. Leave `max_tokens_per_batch` out."
             )
         if has_static_graph(trainer):
             raise ValueError(
                 "`max_tokens_per_batch` splits a backward into several, and with `ddp_static_graph=True` DDP expects "
-                "one. Leave one of them out."
+                "one. Set `ddp_static_graph=False`."
             )
         if kind := rope_kind_beyond(trainer.model, vars(trainer.args).get("max_length")):
             raise ValueError(
@@ -122,7 +122,7 @@ class TokenBudget(Part):
         if reason and trainer.is_deepspeed_enabled:
             raise ValueError(
                 f"{reason}, so `max_tokens_per_batch` would recompute forwards in the backward pass, which "
-                "DeepSpeed does not do. Leave one of them out."
+                "DeepSpeed does not do. Leave `max_tokens_per_batch` out."
             )
         if reason and hook_beside_loss(trainer) is None:  # with such a hook a batch runs padded and unsplit
             logger.warning_once(

@@ -33,9 +33,9 @@ logger = logging.getLogger(__name__)
 
 class RecordedRollouts:
     """
-    Recorded rollouts instead of generation: the loss of GRPO on an agent's turns, weighted by its rewards.
+    Feed recorded rollouts to GRPO instead of generating.
 
-    As TRL's `rollout_func` it returns all trials of a task in one step. TRL computes the weights from the rewards
+    As TRL's `rollout_func` it returns all rollouts of a task in one step. TRL computes the weights from the rewards
     (distance from the mean of the task, by `scale_rewards`). Messages of users and tools are not trained on. The
     policy did not sample these rollouts, and the ratio of its probabilities to the agent's is taken as 1: the loss is
     a weighted likelihood. Train for few steps, or set `beta`.
@@ -139,7 +139,7 @@ class RecordedRollouts:
         """The recorded rewards, as TRL's `reward_funcs`."""
         if recorded is None:
             raise ValueError(
-                "The completions are not recorded ones. Give the trainer `rollout_func=` the rollouts, too."
+                "These completions were not recorded. Also pass the recorded rollouts as `rollout_func=`."
             )
         return recorded
 

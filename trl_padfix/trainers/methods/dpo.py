@@ -47,7 +47,7 @@ class DPOTrainer(PaddingFreeMixin, trl.DPOTrainer):
 
     It has the arguments of TRL's trainer. With `padding_free=True` in its configuration the decoders of policy and
     reference compute real tokens only; with `prefix_sharing` they compute each prompt once. Batches are padded on
-    the tokenizer's side, or on `padding_side`. Losses, metrics and gradients equal the padded computation's.
+    the tokenizer's side, or on `padding_side`. Losses, metrics and gradients match TRL's, up to rounding.
 
     Logs `perf/tokens_per_second` (real tokens per second of wall time), `padfix/pad_fraction` (share of the padded
     batch that is padding) and `padfix/shared_fraction` (share of the real tokens that are computed once for several
@@ -56,7 +56,7 @@ class DPOTrainer(PaddingFreeMixin, trl.DPOTrainer):
 
     With `predict_with_generate=True` every evaluation also continues the prompts. As in
     [`~transformers.Seq2SeqTrainer`], `compute_metrics` then receives `predictions`, the generated tokens padded with
-    the pad token, and `label_ids`, the tokens of the chosen answers padded with -100. Prompts, predictions and
+    the pad token, and `label_ids`, the tokens of the chosen completions padded with -100. Prompts, predictions and
     references are written to `generations/step_*.jsonl` in the output directory.
 
     Args:

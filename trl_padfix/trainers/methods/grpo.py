@@ -50,9 +50,9 @@ class GRPOTrainer(OnlineTrainer, trl.GRPOTrainer):
     a group is computed once for all its completions. Generation, losses, rewards and gradients are TRL's.
 
     TRL scatters the completions of a group over the micro-batches of an optimizer step. With `prefix_sharing`,
-    gradient accumulation and a loss that is a sum over completions (every `loss_type` except `"bnpo"`, no entropy
-    bonus, `top_entropy_quantile=1`), they are moved into one micro-batch. The step stays the same; metrics that are
-    means over micro-batches change, because the micro-batches do.
+    gradient accumulation, no token budget and a loss that is a sum over completions (every `loss_type` except
+    `"bnpo"`, no entropy bonus, `top_entropy_quantile=1`), they are moved into one micro-batch. The step stays the
+    same; metrics that are means over micro-batches change, because the micro-batches do.
 
     Logs `perf/tokens_per_second` (real tokens of the policy's forwards per second, generation included),
     `padfix/pad_fraction` and `padfix/shared_fraction` in addition to TRL's metrics.

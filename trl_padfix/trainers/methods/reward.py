@@ -49,9 +49,9 @@ class RewardTask(PairTask):
                 rows = [i for i, ids in enumerate(lists(dataset, column)) if (ids == pad_token_id).all()]
                 if rows:
                     raise ValueError(
-                        f"`{column}` of pair {rows[0]} of the {name} dataset has only pad tokens: padded on the "
-                        "left, the model would score its padding. Drop the pair, give the tokenizer a pad token of "
-                        "its own, set `pool_last_token=True`, or pad right."
+                        f"`{column}` of pair {rows[0]} (counted from 0) of the {name} dataset has only pad tokens: "
+                        "padded on the left, the model would score its padding. Drop the pair, give the tokenizer a "
+                        "pad token of its own, set `pool_last_token=True`, or pad right."
                     )
 
     def model_for_loss(self, model: torch.nn.Module) -> Any:

@@ -24,7 +24,8 @@ class RLOOTrainer(OnlineTrainer, trl.RLOOTrainer):
     """
     TRL's [`~trl.RLOOTrainer`] without padding, like [`GRPOTrainer`].
 
-    With `prefix_sharing` and gradient accumulation the completions of a group stay in one micro-batch.
+    With `prefix_sharing`, gradient accumulation and no token budget, the completions of a group stay in one
+    micro-batch.
 
     Args:
         *args, **kwargs:
