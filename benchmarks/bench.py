@@ -8,7 +8,7 @@ All variants have the same TRL trainer, policy, reference and rows. They differ 
 some, in the rows of a batch. The steps alternate batch by batch, so that a change of the machine's speed affects all
 variants. If losses or gradients of the variants differ, there are no figures.
 
-A speed-up is the ratio of the times printed beside it: of the median steps, or, for variants that divide the rows into
+A speedup is the ratio of the times printed beside it: of the median steps, or, for variants that divide the rows into
 other batches than TRL, of the times of all rows.
 """
 
@@ -814,7 +814,7 @@ class VariantResult:
     steps: int
     tokens: int  # computed by the decoder in one forward of each batch
     tokens_per_second: float  # real tokens of all rows / seconds of all steps
-    token_limit: float  # TRL's padded tokens / `tokens`: the speed-up if time were proportional to tokens
+    token_limit: float  # TRL's padded tokens / `tokens`: the speedup if time were proportional to tokens
     loss: float  # mean over rows, for SFT over labelled tokens
     grad_norm: float  # mean over steps
     step_seconds: list[float] = field(repr=False)
@@ -1060,7 +1060,7 @@ def commit() -> str | None:
 
 
 def report(results: list[VariantResult], about: dict[str, Any]) -> Iterator[str]:
-    """Lines of the tables. Each speed-up is the ratio of the times in its table."""
+    """Lines of the tables. Each speedup is the ratio of the times in its table."""
     settings = Settings(**about["settings"])
     family = "Qwen3.5" if settings.shape in HYBRID_SHAPES else "Qwen2"
     model = settings.model or f"{family} shape '{settings.shape}'"

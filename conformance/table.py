@@ -68,7 +68,7 @@ def table(reports: list[dict[str, Any]]) -> str:
             wrong = f"every {'other ' if errors else ''}case, {between(of['LEAK'])}"
         cells = f"{len(of['ok'])} of {computed}", wrong, errors
         names.setdefault(cells, []).append(f"`{report['adapter']}`")
-    lines = [("adapter", "ok", "wrong", "error"), ("---",) * 4]
+    lines = [("setting", "ok (of applicable)", "wrong", "error"), ("---",) * 4]
     lines += [(", ".join(adapters), *cells) for cells, adapters in names.items()]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

@@ -29,13 +29,8 @@ MEASURED = {
     "6. DPO, hybrid": ["dpo-hybrid-hh-rlhf-8-pairs-cpu"],
     "7. SFT, turns": ["sft-airline-32-rows-cpu"],
     "8. DPO, longer prompts": ["dpo-4096-512-cpu"],
-    "9. DPO": ["dpo-hh-rlhf-8-pairs-auto-cpu"],
-    "10. DPO, long prompts": ["dpo-1024-256-cpu"],
-    "11. SFT": ["sft-hh-rlhf-16-rows-cpu"],
-    "12. GRPO": ["grpo-8-completions-cpu"],
-    "13. DPO, GSM8K": ["dpo-gsm8k-8-pairs-cpu"],
 }
-"""Rows of the tables on the page on speed, then those of `benchmarks/README.md`, and their files in `bench/`."""
+"""Lines of the tables on the page on speed, and their files in `bench/`."""
 
 STOREYS = {
     "cli": ("commands", {"app": "trl-padfix dpo, ...", "launch": "many processes"}),
@@ -53,11 +48,12 @@ STOREYS = {
             "callback": "any trainer",
             "axolotl": "a plug-in",
             "ms_swift": "a plug-in",
-            "swift": "its file",
+            "swift": "ms-swift's file",
             "llamafactory": "a plug-in",
             "verl": "a plug-in",
         },
     ),
+    "experimental": ("TRL's experimental trainers", {"tasks": "a row each"}),
     "trainers": (
         "what TRL's trainers get",
         {
@@ -149,7 +145,7 @@ def draw_tree(figure: Any, sources: dict[str, str]) -> None:
     axes.set(
         xlabel="tokens of a row, from its first one", ylabel="rows", yticks=[],
         title=f"{len(task)} rollouts of one task are {len(cells)} rows, one for each turn:\n"
-        f"{lengths.sum():,} tokens, {lengths.sum() - shared_tokens.sum():,} distinct ones",
+        f"{lengths.sum():,} tokens, {lengths.sum() - shared_tokens.sum():,} computed",
     )  # fmt: skip
     handles = [Patch(color=BLUE, label="computed here"), Patch(color=GREY, label="computed in a row above")]
     figure.legend(handles=handles, loc="outside lower center", ncols=2, frameon=False)
@@ -206,10 +202,10 @@ def draw_learning(figure: Any, sources: dict[str, Any]) -> None:
 
 
 PICTURES = {
-    "speed.png": (speed_sources, draw_speed, (5.2, 6)),
+    "speed.png": (speed_sources, draw_speed, (5.2, 4)),
     "tree.png": (tree_sources, draw_tree, (7.5, 4)),
     "learning.png": (learning_sources, draw_learning, (7.5, 3.6)),
-    "house.png": (house_sources, draw_house, (7.5, 5)),
+    "house.png": (house_sources, draw_house, (7.5, 6)),
 }
 
 
