@@ -1,7 +1,7 @@
 """
 DPO without padding, on one process or many: the script of `trl-padfix dpo`, for `accelerate launch`.
 
-A tiny model built on the spot, offline, on CPU, in under a minute of training:
+Train a tiny random model offline, on a CPU, in under a minute:
 
     python recipes/dpo.py --config recipes/dpo_tiny.yaml --use_cpu true
 

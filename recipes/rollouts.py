@@ -1,13 +1,14 @@
 """
-Train on published rollouts of an agent: SFT on the good ones, or GRPO's loss by reward.
+Train on published rollouts of an agent: SFT on the good ones, or GRPO on recorded rewards.
 
 Rollouts are JSON lines with `messages` (with tool calls and results), `task` and `reward`. These commands build a tiny
-model and train it on the rollouts in `recipes/data`, those of an airline's agent, offline and on CPU:
+model and train it on the airline agent's rollouts in `recipes/data`, offline, on a CPU:
 
     python recipes/rollouts.py sft --use_cpu true --bf16 false --max_steps 10
     python recipes/rollouts.py grpo --use_cpu true --bf16 false --max_steps 3
 
-On one CPU core a step of SFT took 4 seconds, and one of GRPO 22; in bfloat16, the default, 29 and 122.
+On one core of a CPU (model not recorded) a step of SFT took 4 seconds, and one of GRPO 22; in bfloat16, the
+default, 29 and 122.
 
 Your rollouts, with a model whose chat template renders tools; any flag of the method's configuration works:
 
@@ -43,7 +44,7 @@ class RolloutArguments:
     tasks: int | None = field(
         default=None, metadata={"help": "Number of tasks to take, the first ones; all by default."}
     )
-    good: float = field(default=1.0, metadata={"help": "SFT: the smallest reward that is trained on."})
+    good: float = field(default=1.0, metadata={"help": "SFT: train on rollouts with at least this reward."})
 
 
 COMMON = dict(padding_free=True, prefix_sharing="auto", logging_steps=1, save_strategy="no", report_to="none")
@@ -56,7 +57,7 @@ DEFAULTS = {
         per_device_train_batch_size=8,
         learning_rate=1e-4,
     ),
-    # A step takes all trials of a task. Without the penalty `beta` a long training leaves the recorded policy.
+    # A step takes all rollouts of a task. Without `beta`, long training drifts from the recorded policy.
     "grpo": dict(COMMON, num_generations=4, per_device_train_batch_size=4, beta=0.04, learning_rate=1e-5),
 }
 

@@ -1,7 +1,7 @@
 """
 SFT without padding, on one process or many: the script of `trl-padfix sft`, for `accelerate launch`.
 
-A tiny model built on the spot, offline, on CPU, in under a minute of training:
+Train a tiny random model offline, on a CPU, in under a minute:
 
     python recipes/sft.py --config recipes/sft_tiny.yaml --use_cpu true
 
@@ -12,7 +12,7 @@ A real one (any flag of TRL's `trl sft`, and ours):
         --dataset_name trl-lib/Capybara \
         --padding_free true --per_device_train_batch_size 16 --learning_rate 2e-5 --output_dir runs/qwen-sft
 
-Preference pairs are taken, too: it learns the chosen answers.
+It also takes preference pairs, and trains on the chosen completions.
 """
 
 import sys

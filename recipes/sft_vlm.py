@@ -1,7 +1,7 @@
 """
 SFT on images without padding, on one process or many.
 
-A tiny LLaVA built on the spot learns to name colored shapes, offline, on CPU, in under a minute of training:
+Train a tiny random LLaVA to name colored shapes offline, on a CPU, in under a minute:
 
     python recipes/sft_vlm.py --config recipes/sft_vlm_tiny.yaml --use_cpu true
 
@@ -32,7 +32,7 @@ from trl_padfix.tools.tiny import CHAT_TEMPLATE, SHAPES, build_qwen2, built_once
 from trl_padfix.trainers.resume import checkpoint_to_resume
 
 
-COLOURS = ("red", "green", "blue", "yellow", "white", "orange")
+COLORS = ("red", "green", "blue", "yellow", "white", "orange")
 FORMS = {"circle": "ellipse", "square": "rectangle", "line": "line"}
 SIZE, PATCH = 32, 8
 """Pixels of a picture and of a patch of it, along one side."""
@@ -65,9 +65,9 @@ def draw_shapes(count: int, seed: int) -> Dataset:
     for _ in range(count):
         names, pictures = [], []
         for _ in range(draw.choice((1, 1, 2))):
-            colour, form = draw.choice(list(itertools.product(COLOURS, FORMS)))
-            names.append(f"a {colour} {form}")
-            pictures.append(draw_shape(draw, colour, form))
+            color, form = draw.choice(list(itertools.product(COLORS, FORMS)))
+            names.append(f"a {color} {form}")
+            pictures.append(draw_shape(draw, color, form))
         rows["images"].append(pictures)
         rows["prompt"].append([{"role": "user", "content": "What do you see?"}])
         rows["completion"].append([{"role": "assistant", "content": " and ".join(names)}])
@@ -76,13 +76,13 @@ def draw_shapes(count: int, seed: int) -> Dataset:
     return Dataset.from_dict(rows, features=Features({"images": List(Image()), **text}))
 
 
-def draw_shape(draw: random.Random, colour: str, form: str) -> Pillow.Image:
-    """One shape at a random place on a grey ground."""
-    picture = Pillow.new("RGB", (SIZE, SIZE), "grey")
+def draw_shape(draw: random.Random, color: str, form: str) -> Pillow.Image:
+    """One shape at a random place on a gray ground."""
+    picture = Pillow.new("RGB", (SIZE, SIZE), "gray")
     left, top, side = draw.randint(1, 10), draw.randint(1, 10), draw.randint(14, 20)
     corners = (left, top, left + side, top + side)
     width = {"width": 3} if form == "line" else {}
-    getattr(ImageDraw.Draw(picture), FORMS[form])(corners, fill=colour, **width)
+    getattr(ImageDraw.Draw(picture), FORMS[form])(corners, fill=color, **width)
     return picture
 
 
@@ -120,7 +120,7 @@ def build_llava(tokenizer: PreTrainedTokenizerFast) -> tuple[PreTrainedModel, Pr
 
 def build_tiny(directory: Path) -> str:
     """A tokenizer for the names of the shapes and a random LLaVA, saved like a downloaded one."""
-    names = [f"a {colour} {form} and" for colour, form in itertools.product(COLOURS, FORMS)]
+    names = [f"a {color} {form} and" for color, form in itertools.product(COLORS, FORMS)]
     texts = [*names, "user\nWhat do you see?\nassistant\n"] * 2
 
     def build(folder: Path) -> None:

@@ -1,5 +1,6 @@
 #!/bin/bash
-# DPO of Qwen2.5-7B-Instruct on two nodes of 8 GPUs each. Submit it in a clone, and set these three lines for your cluster:
+# DPO of Qwen2.5-7B-Instruct on two nodes of 8 GPUs: 128 pairs a step (64: `--per_device_train_batch_size 4`).
+# Submit it in a clone, and set these three lines and `GPUS` for your cluster:
 #   sbatch recipes/slurm.sh
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
