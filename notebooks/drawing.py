@@ -1,4 +1,4 @@
-"""Draws the pictures of the notebooks: batches coloured by row, curves, and losses with their seconds."""
+"""Draws the pictures of the notebooks: batches colored by row, curves, and losses with their seconds."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def draw_rows(panels: Mapping[str, np.ndarray]) -> None:
     _, axes = plt.subplots(
         len(lines), 1, figsize=size, layout="constrained", height_ratios=lines, squeeze=False, sharex=True
     )
-    colours = plt.get_cmap("turbo").with_extremes(under="0.6", bad="0.93")
+    colors = plt.get_cmap("turbo").with_extremes(under="0.6", bad="0.93")
     for axis, (title, cells) in zip(axes[:, 0], panels.items(), strict=True):
-        axis.imshow(cells, aspect="auto", interpolation="nearest", cmap=colours, vmin=0, vmax=rows + 1)
+        axis.imshow(cells, aspect="auto", interpolation="nearest", cmap=colors, vmin=0, vmax=rows + 1)
         axis.set_title(title, fontsize=10)
         axis.set_yticks([])
     axes[-1, 0].set_xlabel("column")
