@@ -85,7 +85,7 @@ class PackingConfig:
     """Whether a trainer of this package has read the fields. Each instance has its own value."""
 
     padding_free: bool = False
-    prefix_sharing: Sharing = field(default=False, metadata={"nargs": "?", "const": True})
+    prefix_sharing: Sharing = field(default=False, metadata=dict(nargs="?", const=True, metavar="auto|true|false"))
     parity_check: bool = True
     strict: bool = False
     packed_multiple_of: Lengths | None = None
