@@ -172,7 +172,10 @@ def test_help_shows_our_fields_first_and_all_of_trls(method):
     words = set(ours.replace(",", " ").split())
     assert {"--padding_free", "--prefix_sharing", "--parity_check", "--dry_run", "--max_tokens_per_batch"} <= words
     assert "--learning_rate" not in words
-    assert "Skip padding: the decoder receives one row" in " ".join(ours.split())  # as its docstring says
+    text = " ".join(ours.split())
+    assert "Skip padding: the decoder receives one row" in text  # as its docstring says
+    assert "--no-parity-check Skip the parity check." in text
+    assert "or 'auto'" in text
     assert not re.search(r"^  --padding_free", theirs, re.MULTILINE)
     all_fields = {action.dest for action in make_parser(method)._actions}
     assert {a.dest for a in trl_script(method).make_parser()._actions} <= all_fields

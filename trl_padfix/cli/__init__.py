@@ -17,8 +17,8 @@ def require_extra(*names: str) -> None:
     """End the process with one line if a package of the extra `cli` is not installed."""
     if missing := [name for name in names if find_spec(name) is None]:
         sys.exit(
-            f"trl-padfix: the command line needs {', '.join(missing)}, which the extra `cli` brings: "
-            "pip install 'trl-padfix[cli]'"
+            f"trl-padfix: the command line needs {', '.join(missing)}, which the extra `cli` brings. In a clone, run: "
+            "pip install -e '.[cli]'"
         )
 
 

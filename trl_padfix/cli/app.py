@@ -24,6 +24,7 @@ app = typer.Typer(
     cls=UserErrorGroup,
     no_args_is_help=True,
     help="Drop-in TRL trainers that skip padding and compute shared prompts once.",
+    epilog="The training commands take TRL's flags, --config FILE.yaml and --dry_run.",
     pretty_exceptions_show_locals=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode=None,  # its panels cut the names of options in 80 columns
@@ -81,5 +82,5 @@ def training(method: str) -> Callable[[typer.Context], None]:
 for method in METHODS:
     # All arguments, `--help` included, are left to the parser of TRL's script.
     settings = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-    about = f"Train with {METHODS[method]}Trainer: TRL's flags, --config FILE.yaml, --dry_run."
+    about = f"Train with {METHODS[method]}Trainer."
     app.command(method, short_help=about, context_settings=settings)(training(method))

@@ -84,7 +84,7 @@ def read_given(args: Sequence[str]) -> Given:
     if flags := [word for word in args if re.match("-[a-z]", word)]:
         raise ValueError(f"{flags[0]}: a flag begins with two dashes: `-{flags[0]}`.")
     if args and not args[0].startswith("-"):
-        raise ValueError(f"{args[0]}: a value without a flag. A YAML file is `--config {args[0]}`.")
+        raise ValueError(f"Unexpected argument `{args[0]}`. To read a YAML file, write `--config {args[0]}`.")
     if args[-1:] == ["--config"] or args.count("--config") > 1:
         raise ValueError("`--config` needs the path of one YAML file.")
     given = _read_yaml(args[args.index("--config") + 1]) if "--config" in args else Given({}, {})
@@ -105,7 +105,7 @@ def _read_yaml(path: str) -> Given:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(root, yaml.MappingNode):
-        raise ValueError(f"{path} does not map fields to values.")
+        raise ValueError(f"{path} is not a mapping of fields to values.")
     lines: dict[str, int] = {}
     for node, _ in root.value:
         line = node.start_mark.line + 1
@@ -138,20 +138,20 @@ def check_given(method: str, given: Given) -> str | bool | None:
         if name in OPEN and str(value).startswith(("flash", "flex")) and is_on_cpu:
             raise ValueError(f"{places[name]}: {value!r} needs a GPU, and this run has none. Write 'sdpa'.")
     if "--env" in places.values():
-        raise ValueError("`--env`: only a YAML has it (`env: {NAME: VALUE}`). Here write `NAME=VALUE trl-padfix ...`.")
+        raise ValueError("`env` works only in a YAML (`env: {NAME: VALUE}`). Here write `NAME=VALUE trl-padfix ...`.")
     resume_from = _check_model(values, places)
     if values.get("model_name_or_path") and values.get("tiny_model"):
         raise ValueError("`tiny_model` builds a model and `model_name_or_path` loads one: give only one of them.")
     if not (values.get("model_name_or_path") or values.get("tiny_model")):
         tiny = " (or `--tiny_model tiny`, which is built on the spot)" if method in TINY else ""
-        raise ValueError(f"no model is given: set `--model_name_or_path` to a folder or a Hub id{tiny}.")
+        raise ValueError(f"No model: set `--model_name_or_path` to a folder or a Hub id{tiny}.")
     if "reward_funcs" in fields and not (values.get("reward_funcs") or values.get("reward_model_name_or_path")):
-        raise ValueError("no reward is given: set `--reward_funcs`, or `--reward_model_name_or_path`.")
+        raise ValueError("No reward: set `--reward_funcs`, or `--reward_model_name_or_path`.")
     if isinstance(names := values.get("reward_funcs"), str):
         raise ValueError(f"{places['reward_funcs']}: write a list: `reward_funcs: [{names}]`.")
     if not (values.get("dataset_name") or values.get("datasets")):
         raise ValueError(
-            "no data is given: set `--dataset_name` to a folder or a Hub id, or `datasets` in a YAML (`--config`)."
+            "No dataset: set `--dataset_name` to a folder or a Hub id, or `datasets` in a YAML (`--config`)."
         )
     _check_data(method, values, places)
     return resume_from
@@ -273,7 +273,7 @@ def _check_model(values: dict[str, Any], places: dict[str, str]) -> str | bool |
             refuse_missing(name, places[field], in_cache)
     model = Path(values.get("model_name_or_path") or "nowhere")
     if model.is_dir() and not any((model / name).exists() for name in ("config.json", "adapter_config.json")):
-        raise ValueError(f"`model_name_or_path`: the folder {str(model)!r} has no config.json, so it is no model.")
+        raise ValueError(f"`model_name_or_path`: the folder {str(model)!r} is not a model: it has no config.json.")
     output_dir = str(values.get("output_dir") or "trainer_output")
     there = next(path for path in (Path(output_dir), *Path(output_dir).absolute().parents) if path.exists())
     try:

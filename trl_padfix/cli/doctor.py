@@ -29,7 +29,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 def doctor(
     model: Annotated[str | None, Option(help="Path or Hub id of a model to diagnose.")] = None,
     attn: Annotated[str | None, Option(help="Attention implementation that must run.")] = None,
-    dtype: Annotated[str | None, Option(help="float32, float16 or bfloat16. [default: by accelerator]")] = None,
+    dtype: Annotated[str | None, Option(help="float32, float16 or bfloat16. [default: depends on the GPU]")] = None,
     as_json: Annotated[bool, Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
     """Show what runs here and how a model is packed; exit with 1 if what you request cannot run."""

@@ -32,6 +32,12 @@ if TYPE_CHECKING:
 
 __all__ = ["INTERRUPTED", "main", "make_parser", "one_interrupt", "parse", "run"]
 
+HELP = {
+    "attn_implementation": "Attention: a name, or 'auto' (an installed FlashAttention, else `sdpa`, else `eager`).",
+    "no_parity_check": "Skip the parity check. Use only to measure time.",
+}
+"""Help of flags that TRL and transformers describe otherwise."""
+
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
 
@@ -46,12 +52,8 @@ def make_parser(method: str) -> TrlParser:
         parser = importlib.import_module(f"trl.scripts.{method}").make_parser(prog=f"trl-padfix {method}")
     parser.usage = "%(prog)s [--config FILE.yaml] [--accelerate_config NAME_OR_FILE] [--FIELD VALUE ...]"
     parser.epilog = "Flags of `accelerate launch` work too, here and in the YAML."
-    parser.add_argument(
-        "--dry_run",
-        "--dry-run",
-        action="store_true",
-        help="Check settings, data, model and the first batch, without a step or a file.",
-    )
+    about = "Check settings, data, model and the first batch without training or writing files."
+    parser.add_argument("--dry_run", "--dry-run", action="store_true", help=about)
     if method in TINY:
         about = "Train a random Qwen2 of this shape, with a tokenizer trained on the data, built in `output_dir`."
         parser.add_argument("--tiny_model", "--tiny-model", choices=TINY_MODELS, help=about)
@@ -59,8 +61,9 @@ def make_parser(method: str) -> TrlParser:
     names = {field.name for c in ours if not issubclass(c, TrainingArguments) for field in fields(c)}
     # argparse cannot move an action to another group: the lists that `--help` prints are changed.
     group, others = parser.add_argument_group("padding removal"), parser._optionals
-    for action in [a for a in others._group_actions if a.dest in {*names, "dry_run", "tiny_model"}]:
+    for action in [a for a in others._group_actions if a.dest in {*names, *HELP, "dry_run", "tiny_model"}]:
         others._group_actions.remove(action)
+        action.help = HELP.get(name_of(action.option_strings[0]), action.help)
         group._group_actions.append(action)
     parser._action_groups.insert(0, parser._action_groups.pop())
     return parser
@@ -102,7 +105,7 @@ def parse(method: str, args: Sequence[str]) -> tuple[list[Any], Namespace]:
     script = ["--module", "trl_padfix.cli.launch", method, *args]
     launch, unknown = launch_command_parser().parse_known_args([*others, *script])
     if unknown or launch.training_script_args != script[2:]:
-        raise ValueError(f"{' '.join(unknown or [launch.training_script])}: a value without a flag.")
+        raise ValueError(f"Unexpected argument `{' '.join(unknown or [launch.training_script])}`.")
     parsed[1].resume_from_checkpoint = resume_from
     return parsed, launch
 

@@ -19,13 +19,13 @@ def stats(
     tokenizer: Annotated[str | None, Option(help="Id or path of the tokenizer.")] = None,
     train_tokenizer: Annotated[
         int | None,
-        Option(min=300, max=10**6, help="Instead: train a BPE tokenizer of this size on the data."),
+        Option(min=300, max=10**6, help="Train a BPE tokenizer of this size on the data instead."),
     ] = None,
     expand_turns: Annotated[bool, Option("--expand-turns", help="Make one row for each assistant turn.")] = False,
-    max_length: Annotated[int, Option(min=0, max=10**9, help="Longest sequence; 0 for any.")] = 1024,
-    batch_size: Annotated[int, Option(min=1, help="Examples of a batch.")] = 8,
+    max_length: Annotated[int, Option(min=0, max=10**9, help="Truncate to this length; 0: no limit.")] = 1024,
+    batch_size: Annotated[int, Option(min=1, help="Examples per batch.")] = 8,
 ) -> None:
-    """Count the tokens of a dataset: padding, shared prefixes, truncation. Say which settings pay."""
+    """Count the tokens of a dataset: padding, shared prefixes, truncation. Recommend settings."""
     refuse_missing(data, "DATA")
     if (tokenizer is None) == (train_tokenizer is None):
         message = "Give one of `--tokenizer` and `--train-tokenizer`: a model's name, or a size to train, as 2048."
