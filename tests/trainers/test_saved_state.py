@@ -9,6 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from trl_padfix.trainers.parts.saved_state import saved_state
 
@@ -101,3 +103,21 @@ def test_a_dataset_is_not_copied():
     trainer.rows = trainer.train_dataset
     with pytest.raises(AssertionError, match="a dataset was copied"), saved_state(trainer):
         pass
+
+
+def test_fsdp2_gets_its_gradients_back_after_a_forward_without_backward():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model = fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1,)))
+        trainer, rows = (
+            SimpleNamespace(args=SimpleNamespace(device=torch.device("cpu")), model=model),
+            torch.ones(1, 2),
+        )
+        model(rows).sum().backward()
+        gradient = model.weight.grad.full_tensor().clone()
+        model(rows)  # as in an evaluation
+        with saved_state(trainer):
+            model(rows).sum().backward()
+        assert torch.equal(model.weight.grad.full_tensor(), gradient)
+    finally:
+        torch.distributed.destroy_process_group()

@@ -50,8 +50,7 @@ class DecoderPatch(BatchPatch):
         inputs = DecoderInputs.read(self.bind(args, kwargs), self.attachment, outer, self.planner.is_causal)
         try:
             # Nearly all checks that can refuse the call come before its forward; the others are of its layers.
-            plan = self.planner.plan(inputs)
-            if plan is not None:
+            if (plan := self.planner.plan(inputs)) is not None:
                 output = self._run(plan, outer)
                 self.attachment.count(plan.layout)
                 return output

@@ -126,8 +126,7 @@ class CallPlanner:
         if layout.is_trivial and not tokens.is_divided and not has_fixed_order:
             # Without padding and shared prefixes the padded forward is exact, with the caller's own masks and with
             # caches as in the model alone.
-            prepared = inputs.prepared
-            masks = {} if prepared is None else {"attention_mask": prepared.original}
+            masks = {} if inputs.prepared is None else {"attention_mask": inputs.prepared.original}
             self._match_other_processes(inputs.arguments | masks)
             return Plan(tokens, self.accepted(inputs.arguments | masks))
         check_call(handle, inputs, layout)
@@ -179,8 +178,7 @@ class CallPlanner:
         if plan is not None and plan.tokens.is_divided:
             raise error
         self.handle.run_padded(error)
-        tokens = {"input_ids": inputs.ids, "inputs_embeds": inputs.embeds}
-        self._match_other_processes({k: x for k, x in tokens.items() if x is not None})
+        self._match_other_processes({"input_ids": inputs.ids, "inputs_embeds": inputs.embeds})
 
     def _pack(self, inputs: DecoderInputs, tokens: LocalTokens) -> dict[str, Any]:
         """The arguments of the decoder for the local tokens."""

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from ...core.probes import saved_modules
 from .part import PaddingFreeTrainer
@@ -30,6 +31,9 @@ def saved_state(trainer: PaddingFreeTrainer) -> Iterator[None]:
     Plain values, tensors, and containers of them are put back, except datasets. Other objects that a user's loss
     writes to are not.
     """
+    for unit in trainer.model.modules():
+        if isinstance(unit, FSDPModule):
+            unit.reshard()  # a forward without backward leaves gathered parameters, which get no gradients
     modules = [m for value in vars(trainer).values() if isinstance(value, nn.Module) for m in value.modules()]
     values = {k: v for k, v in vars(trainer).items() if not (isinstance(v, nn.Module) or "dataset" in k)}
     device = trainer.args.device

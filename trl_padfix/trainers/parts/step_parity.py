@@ -193,7 +193,6 @@ class _Comparison:
 
     def __init__(self, trainer: PaddingFreeTrainer, step: Step, gradients: bool):
         self.trainer, self.step, self.gradients = trainer, step, gradients
-        self.parameters = [p for p in trainer.model.parameters() if p.requires_grad] if gradients else []
         self.num_items = step.arguments.get("num_items_in_batch")
         self.dtype = precision_in(trainer, trainer.model)
         # Of its own: the random numbers of a user's loss are the same in all steps.
@@ -336,7 +335,7 @@ class _Comparison:
     def _gradient(self) -> torch.Tensor:
         """Some entries of the gradient of each parameter, all in one row."""
         entries = []
-        for parameter in self.parameters:
+        for parameter in (p for p in self.trainer.model.parameters() if p.requires_grad):
             stride = max(1, -(-parameter.numel() // SAMPLED))
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             entries.append(gradient.flatten()[::stride].float())
