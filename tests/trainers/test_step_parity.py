@@ -332,3 +332,17 @@ def test_under_strict_a_call_that_cannot_be_packed_says_so_itself(tmp_path):
     trainer = make(trl_padfix, "SFT", tmp_path, trainer_class=WithWeights, model=model, padding_free=True, strict=True)
     with pytest.raises(UnpackableCallError, match=r"^`output_attentions=.*`with trainer\.padding\.handles\[0\]\.d"):
         trainer.train()
+
+
+def test_a_rope_of_the_length_of_the_batch_is_that_of_its_columns_on_either_side(tmp_path):
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+
+    def losses(library, **given):
+        model = build_model(rope_parameters=rope, max_position_embeddings=8)
+        trainer = make(library, "SFT", tmp_path, model=model, **given)
+        trainer.train()
+        return [log["loss"] for log in trainer.state.log_history if "loss" in log]
+
+    expected = losses(trl)
+    assert losses(trl_padfix, padding_free=True, padding_side="left", strict=True) == pytest.approx(expected, rel=1e-4)
+    assert losses(trl_padfix, padding_side="left") == pytest.approx(expected, rel=1e-4)

@@ -34,7 +34,7 @@ from .errors import PaddingRemovalError
 from .handle import Lengths, PaddingRemoval, PrefixSharing, check_multiple, check_prefix_sharing
 from .model.inspection import parameters_of, takes
 from .model.patching import Attachment, ForwardPatch, RunnerPatch, patches_on
-from .model.positions import Numbering
+from .model.positions import Numbering, length_dependent_ropes
 from .patches.decoder import DecoderPatch
 from .patches.heads import HeadPatch, LMHeadPatch, PoolingPatch, TokenLabelsPatch
 from .patches.positions import NumberingPatch, PositionPatch, RopePatch
@@ -245,10 +245,11 @@ def number_padded_rows(model: nn.Module) -> Attachment | None:
     Let the decoder of `model` count positions in each padded row from the first real token.
 
     Left padding then gives the same positions as right padding, also in models with absolute positions. Returns `None`
-    if the decoder takes no positions, or computes them from ids or mask.
+    if the decoder takes no positions, or computes them from ids or mask, and if it has a rotary embedding whose
+    frequencies depend on the largest position: that is the last column in TRL and in packed forwards.
     """
     decoder = find_decoder(find_pretrained(model))
-    if not takes(decoder, "position_ids") or not Numbering.of(decoder).by_columns:
+    if not (takes(decoder, "position_ids") and Numbering.of(decoder).by_columns) or length_dependent_ropes(decoder):
         return None
     attachment = Attachment()
     return attachment.attach([NumberingPatch(decoder, attachment)])
