@@ -51,6 +51,7 @@ def hint(name: str, known: Iterable[str]) -> str:
     known = {*known}
     close = [f"did you mean `{other}`?" for other in difflib.get_close_matches(name, known, n=1, cutoff=0.75)]
     gone = {old: f"it is `{new}` now" for old, new in RENAMED.items()} | GONE
+    gone |= {f"no_{other}": f"write `{other}: false`" for other in known}
     remark = gone.get(name) or "".join(close)
     field = re.match(r"it is `(\w+)", remark)
     return f" ({remark})" if remark and (field is None or field[1] in known) else ""

@@ -95,6 +95,7 @@ EARLY = [
     (["sft", *TEXTS, "--eval_strategy", "often"], "invalid choice: 'often' (choose from 'epoch', 'no', 'steps')"),
     (["sft", *TEXTS, "--packing_strategy", "bfs"], "'bfs' (choose from 'bfd', 'bfd_split', 'wrapped')"),
     (["sft", *TEXTS, "--config", "no.yaml"], "'no', 'steps'). YAML takes `no` for false. Write \"no\" in quotes"),
+    (["dpo", *RUN, "--config", "no_field.yaml"], "no_remove_unused_columns (write `remove_unused_columns: false`)"),
     (["dpo", *RUN, "--beta", "--seed", "1"], "--beta needs a value after it"),
     (["dpo", *RUN, "--num_processes", "two"], "--num_processes: invalid int value: 'two'"),
     (["dpo", *RUN, "--accelerate_config", "zero33"], "invalid choice: 'zero33' (choose from 'fsdp1', "),
@@ -112,7 +113,10 @@ EARLY = [
     (["dpo", *RUN, "--dataset_train_split", "dev"], ": Bad split: dev. Available splits: ['train']"),
     (["dpo", *RUN, "--eval_strategy", "steps"], "--dataset_name, `dataset_test_split`: Bad split: test. Available sp"),
     (["dpo", *MODEL, "--config", "mixture.yaml"], "line 1: datasets, entry 2: The good.jsonl dataset has no column '"),
-    (["dpo", *MODEL, "--config", "no_row.yaml"], "line 1: datasets, entry 1: empty.jsonl has a file without a row."),
+    (
+        ["dpo", *MODEL, "--config", "no_row.yaml"],
+        "line 1: datasets, entry 1: empty.jsonl or a file in it has no row.",
+    ),
     (["dpo", *MODEL, "--config", "semicolons.yaml"], "it has ['prompt;chosen;rejected']. DPO needs `chosen`"),
     (["dpo", *CPU, "--config", "seven.yaml"], 'model_name_or_path: invalid str value: 7. Write "7" in quotes.'),
     (["dpo", *CPU, "--config", "models.yaml"], "line 1: model_name_or_path: invalid str value: ['models/good']."),
@@ -136,7 +140,8 @@ def material(tmp_path_factory) -> Path:
     build_bad_models(folder / "models")
     (folder / "list_as_number.yaml").write_text("seed: 1\nper_device_train_batch_size: [8]\n")
     (folder / "a_word.yaml").write_text("reward_funcs: length\n")
-    (folder / "no.yaml").write_text("eval_strategy: no\n")
+    (folder / "no.yaml").write_text("save_strategy: no\n")
+    (folder / "no_field.yaml").write_text("no_remove_unused_columns: true\n")
     (folder / "empty.yaml").write_text("seed: 1\nbeta:\n")
     (folder / "true.yaml").write_text("beta: true\n")
     (folder / "zero.yaml").write_text("per_device_train_batch_size: 0\n")

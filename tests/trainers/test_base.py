@@ -192,6 +192,8 @@ def test_what_needs_to_know_the_rows_is_refused():
         padding_free_trainer(trl_padfix.DPOTrainer)
     with pytest.raises(TypeError, match=r"takes a class: .* For a model there is `remove_padding\(model\)`"):
         padding_free_trainer(torch.nn.Linear(2, 2))
+    with pytest.raises(TypeError, match=r"takes a class: .* It got GRPOConfig\."):
+        padding_free_trainer(trl.GRPOConfig)
 
 
 @pytest.mark.parametrize("kind", METHODS)

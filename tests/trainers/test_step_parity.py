@@ -144,7 +144,7 @@ def test_a_loss_that_changes_for_another_reason_than_padding_is_not_said_to_read
         return trainer.padding.why_padded
 
     assert why_padded(**MODES["sharing"]) is None
-    assert "`max_tokens_per_batch` computes some rows at a time" in why_padded(**MODES["budget"])
+    assert "`max_tokens_per_batch` (some rows at a time)" in why_padded(**MODES["budget"])
 
 
 def test_a_loss_is_compared_on_the_first_batch_with_padding(tmp_path, monkeypatch):

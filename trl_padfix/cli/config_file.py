@@ -185,7 +185,7 @@ def _enums() -> dict[str, set[str]]:
     """Quoted choices by the name of a type: of our `prefix_sharing`, and of the enumerations of transformers."""
     files = (_folder("transformers") / name for name in ("trainer_utils.py", "training_args.py"))
     source = "".join(file.read_text("utf-8") for file in files)
-    found = re.findall(r"^class (\w+)\(ExplicitEnum\):\n(.*?)^\S", source, re.DOTALL | re.MULTILINE)
+    found = re.findall(r"^class (\w+)\(ExplicitEnum\):\n(.*?)(?=^\S)", source, re.DOTALL | re.MULTILINE)
     enums = {name: {*map(repr, re.findall(r'^    \w+ = "(\w+)"', body, re.MULTILINE))} for name, body in found}
     return enums | {"Sharing": {"bool", "'true'", "'false'", "'auto'"}}
 
@@ -328,4 +328,4 @@ def _check_data(method: str, values: dict[str, Any], places: dict[str, str]) -> 
                 needed = needed_columns(method, values.get("dataset_text_field") or "text")
                 require_columns(columns & {*(entry.get("columns") or columns)}, data, *needed)
             except (FileNotFoundError, StopIteration, ValueError) as error:
-                raise ValueError(f"{place}: {str(error) or f'{data} has a file without a row.'}") from error
+                raise ValueError(f"{place}: {str(error) or f'{data} or a file in it has no row.'}") from error

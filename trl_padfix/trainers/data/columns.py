@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset, IterableDataset
 
@@ -46,18 +45,14 @@ def column_names(dataset: Dataset | IterableDataset) -> set[str]:
 
 def lists(dataset: Dataset, column: str) -> Iterator[np.ndarray]:
     """The list of numbers of each row in `column`; empty for a missing one."""
-    for batch in _batches(dataset, column):
+    # 10,000 rows at a time, so that a large column is never in memory at once.
+    for table in dataset.select_columns([column]).with_format("arrow").iter(10_000):
+        batch = table[column]
         # From lengths, not from Arrow's own offsets: the offsets of a sliced chunk do not begin at 0. The length of a
         # missing list is null.
         lengths = pc.fill_null(pc.list_value_length(batch), 0).to_numpy()
         numbers, offsets = pc.list_flatten(batch).to_numpy(), np.append(0, np.cumsum(lengths)).tolist()
         yield from (numbers[begin:end] for begin, end in pairwise(offsets))
-
-
-def _batches(dataset: Dataset, column: str) -> Iterator[pa.ChunkedArray]:
-    """A column, 10,000 rows at a time, so that a large one is never in memory at once."""
-    for table in dataset.select_columns([column]).with_format("arrow").iter(10_000):
-        yield table[column]
 
 
 def require_columns(columns: set[str], dataset_name: str, alternatives: list[set[str]], needs: str) -> None:

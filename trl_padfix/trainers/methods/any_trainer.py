@@ -48,7 +48,7 @@ def padding_free_trainer(trainer_class: type[T], *, task_class: type[Task] | Non
         make a class of your own from it: `class MyTrainer(padding_free_trainer(Trainer)): ...`.
 
     Raises:
-        TypeError: For another setting, and for an object that is not a class.
+        TypeError: For another setting, and for anything but a class of trainers.
 
     Example:
 
@@ -62,10 +62,11 @@ def padding_free_trainer(trainer_class: type[T], *, task_class: type[Task] | Non
 
     ```
     """
-    if not isinstance(trainer_class, type):
+    if not (isinstance(trainer_class, type) and issubclass(trainer_class, Trainer)):
+        given = trainer_class if isinstance(trainer_class, type) else type(trainer_class)
         raise TypeError(
             "`padding_free_trainer` takes a class: `transformers.Trainer`, one of TRL's trainers or your own. "
-            f"It got an object of class {type(trainer_class).__name__}. For a model there is `remove_padding(model)`."
+            f"It got {given.__name__}. For a model there is `remove_padding(model)`."
         )
     if unknown := sorted(settings.keys() - set(ANY_TRAINERS)):
         raise TypeError(

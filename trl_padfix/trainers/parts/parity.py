@@ -49,8 +49,8 @@ READS_PADDING = (
 )
 MIXES_ROWS = (
     "a loss that changes without padding, whatever stands there: it or the model mixes rows, or your loss reads what "
-    "layers keep. `max_tokens_per_batch` computes some rows at a time, and `prefix_sharing` shared tokens once: leave "
-    "them out"
+    "layers keep. If you set `max_tokens_per_batch` (some rows at a time) or `prefix_sharing` (shared tokens once), "
+    "leave it out"
 )
 
 NOT_COMPARED = (
