@@ -107,7 +107,7 @@ def test_the_loop_of_the_page_on_other_stacks_trains_packed(tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     loaded = 'load_dataset("recipes/data/dialogues", split="train[:32]")'
     code = replaced(
-        blocks("other_stacks.md")[0],
+        next(block for block in blocks("other_stacks.md") if "DataLoader(" in block),
         {
             'load_dataset("trl-lib/Capybara", split="train")': loaded,
             'row["messages"]': 'row["prompt"] + row["completion"]',
