@@ -142,7 +142,7 @@ def built_once(directory: str | Path, built_from: dict[str, Any], build: Callabl
         ValueError: If the folder holds a model that was built from other settings.
     """
     directory, text = Path(directory), json.dumps(built_from, indent=2) + "\n"
-    # As accelerate counts processes for `use_cpu=True`: without a GPU each process is else taken for the only one.
+    # As with `use_cpu=True`. Otherwise, on a machine without a GPU, accelerate counts one process.
     with PartialState(cpu=not torch.accelerator.is_available()).main_process_first():
         if not directory.exists():
             write_whole_folder(directory, lambda beside: (build(beside), (beside / RECORD).write_text(text)))

@@ -35,9 +35,9 @@ def padding_free_trainer(trainer_class: type[T], *, task_class: type[Task] | Non
         trainer_class (`type`):
             [`~transformers.Trainer`], one of TRL's trainers, or a class of your own.
         task_class (`type`, *optional*):
-            Describes its batches. The default is our trainer's. For other classes it is [`Task`], which reads
-            `input_ids` and `attention_mask`; if a batch has other names, the arguments of the model are checked and
-            counted instead.
+            Describes its batches. By default the task of this package's trainer for the class, or [`Task`] if there is
+            none. [`Task`] reads `input_ids` and `attention_mask`; if a batch has other names, the arguments of the
+            model are checked and counted instead.
         **settings:
             `prefix_sharing`, `parity_check`, `strict`, `pool_last_token`, `attn_implementation`
             and `padding_free` (here `True` by default), as in [`DPOConfig`]. They override the configuration. Other
