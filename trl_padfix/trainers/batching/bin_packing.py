@@ -384,8 +384,9 @@ class RowSplitter:
             Maximum number of tokens of a part.
         sharing (`bool`):
             Whether shared prefixes of the rows of a part count once.
-        shares_across (`bool`):
-            Whether prefixes that several parts share are computed once instead of by each part.
+        shares_across (`Callable[[], bool]`, *optional*, defaults to `bool`):
+            Returns whether prefixes that several parts share are computed once instead of by each part; called if a
+            batch is over the budget.
         sync_count (`Callable[[int], int]`, *optional*, defaults to `int`):
             Takes a number of this process, and returns the largest one of all processes that need equally many parts.
         gather (`Callable`, *optional*):
@@ -397,7 +398,7 @@ class RowSplitter:
 
     budget: int
     sharing: bool
-    shares_across: bool = False
+    shares_across: Callable[[], bool] = bool
     sync_count: Callable[[int], int] = int
     gather: Callable[[list], list] | None = None
     meets_in_tower: bool = False
@@ -443,26 +444,27 @@ class RowSplitter:
         costs = batch_costs(host_ids, host_mask, rows_per_item, self.sharing and has_ids)
         # Recurrent layers compute rows with masked tokens between real ones padded, and then read no prefix states.
         has_holes = bool(((host_mask != 0).int().diff(dim=1) == 1).sum(1).gt((host_mask[:, 0] == 0).int()).any())
-        shares_across = self.shares_across and has_ids and not self.sync_count(int(has_holes))
-        items = replace(self, shares_across=shares_across).pack(costs)
+        is_over = self.sync_count(int(costs.total() > self.budget))
+        across = bool(is_over) and has_ids and not self.sync_count(int(has_holes)) and self.shares_across()
+        items = self.pack(costs, across)
         if images is not None:
             # DDP reduces the gradients of the parameters that the last backward used, so parts with images come last.
             items.sort(key=lambda part: any(images["num_images"][item] for item in part))
         parts, plan = BatchParts.of_items(items, is_needed, rows_per_item, images), None
-        if shares_across and len(items) > 1:
+        if across and len(items) > 1:
             cut = [(host_ids[r][:, c], host_mask[r][:, c]) for r, c in zip(parts.rows, parts.columns, strict=True)]
             unmoved = plan_shared_prefixes(cut, self.budget, self.gather)
             plan = unmoved and move_maps(unmoved, ids.device)  # in one copy
         return replace(parts, rows=[numbers.to(ids.device) for numbers in parts.rows], plan=plan)
 
-    def pack(self, costs: RowCosts) -> list[list[int]]:
-        """The items of each part."""
+    def pack(self, costs: RowCosts, across: bool = False) -> list[list[int]]:
+        """The items of each part; `across` as in [`pack_rows`]."""
         if (costs.tokens > self.budget).any() and context().stats is None:  # a comparison has a budget of its own
             logger.warning_once(
                 f"Some rows have more tokens than `max_tokens_per_batch={self.budget}`: each has its own forward, "
                 "and needs memory for its length. Raise the budget, or shorten the rows. (Shown once.)"
             )
-        parts = pack_rows(costs, self.budget, self.shares_across)
+        parts = pack_rows(costs, self.budget, across)
         count, fewest = self.sync_count(len(parts)), -self.sync_count(-len(costs))
         if count > fewest:  # a collator dropped some
             logger.warning_once(

@@ -117,8 +117,8 @@ class PartRunner:
             batch = self._split(call)
             if len(batch.inputs) == 1:
                 return forward(**call)
-            output = self._run_all_rows(batch, model, forward, call)
-            if output is not None:
+            is_known = not self.loss_checks.found_unknown(model, call)
+            if is_known and (output := self._run_all_rows(batch, model, forward, call)) is not None:
                 return output
             reason = _UNKNOWN_LOSS
         self.leave(model, call, reason)
@@ -187,11 +187,9 @@ class PartRunner:
 
     def _why_whole(self, model: torch.nn.Module, call: dict[str, Any]) -> str | None:
         """Why a call cannot be split, and a remedy; `None` if it may be."""
-        if self.loss_checks.found_unknown(model, call):
-            return _UNKNOWN_LOSS
         # For image arguments with other names it is unknown which image belongs to which row.
         other_arguments = {k: v for k, v in call.items() if k != "inputs_embeds" and not k.startswith("pixel_")}
-        has_images = find_multimodal(model, find_decoder(model)) is not None and bool(image_tensors(other_arguments))
+        has_images = image_tensors(other_arguments) and find_multimodal(model, find_decoder(model)) is not None
         if not has_images and self.splitter.can_split(call, len(call[_name_of_tokens(call)]), self.images):
             return None
         reason = "processes that shard the model meet in its vision tower, but not all of their rows have images"

@@ -165,9 +165,9 @@ class TokenBudget(Part):
         """Whether processes meet in every backward, and so need equal numbers of backwards."""
         return is_sharded(self.trainer) or is_zero(2, self.trainer.accelerator)
 
-    @property  # not cached: user code may switch gradient checkpointing on at any time
     def _shares_across(self) -> bool:
         """Whether prefixes are computed once per batch instead of once per part; logs once if they cannot be."""
+        # Asked in each step: user code may switch gradient checkpointing on at any time.
         # Under FSDP2 all processes can plan equal numbers of forwards; ZeRO-3 and FSDP1 expect one order of modules.
         trainer, is_unequal = self.trainer, is_sharded(self.trainer)
         if is_unequal and is_fsdp2(trainer) and self.why_all_rows() is None:
@@ -215,7 +215,7 @@ class TokenBudget(Part):
         return RowSplitter(
             budget,
             sharing=bool(handle and handle.prefix_sharing),
-            shares_across=(by_part or not is_sharded(trainer)) and self._shares_across,
+            shares_across=self._shares_across if by_part or not is_sharded(trainer) else bool,
             sync_count=partial(max_over_processes, trainer) if self._matches else int,
             gather=gather_object if by_part and self._matches else None,
             meets_in_tower=self._matches and handle is not None and handle.multimodal is not None,
