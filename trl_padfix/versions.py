@@ -56,7 +56,7 @@ INSTEAD = (
 
 
 OTHER_STACKS = {"axolotl": "0.19.0", "ms-swift": "4.6.0", "verl": "0.9.1", "llamafactory": "0.9.5"}
-"""Versions that the plug-ins are tested with. Other patch versions are accepted, other minor versions are not."""
+"""Versions that the plug-ins are tested with. Later patch versions are accepted."""
 
 
 def installed_version(package: str) -> str | None:

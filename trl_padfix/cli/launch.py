@@ -34,7 +34,7 @@ __all__ = ["INTERRUPTED", "main", "make_parser", "one_interrupt", "parse", "run"
 
 HELP = {
     "attn_implementation": "Attention: a name, or 'auto' (an installed FlashAttention, else `sdpa`, else `eager`).",
-    "no_parity_check": "Skip the parity check. Use only to measure time.",
+    "no_parity_check": "Skip the parity check. Same as `--parity_check false`.",
 }
 """Help of flags that TRL and transformers describe otherwise."""
 
@@ -51,7 +51,10 @@ def make_parser(method: str) -> TrlParser:
     with patch.multiple("trl", **{config.__name__: config}):
         parser = importlib.import_module(f"trl.scripts.{method}").make_parser(prog=f"trl-padfix {method}")
     parser.usage = "%(prog)s [--config FILE.yaml] [--accelerate_config NAME_OR_FILE] [--FIELD VALUE ...]"
-    parser.epilog = "Flags of `accelerate launch` work too, here and in the YAML."
+    parser.epilog = (
+        "`--config`: a YAML of these fields, which flags override. `--accelerate_config`: a file, or a name of TRL's. "
+        "`--resume_from_checkpoint`: a folder, or `latest`. Flags of `accelerate launch` work too, also in a YAML."
+    )
     about = "Check settings, data, model and the first batch without training or writing files."
     parser.add_argument("--dry_run", "--dry-run", action="store_true", help=about)
     if method in TINY:

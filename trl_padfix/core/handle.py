@@ -276,8 +276,8 @@ class PaddingRemoval(Attachment):
         with _counting:
             self.running_stats.padded_forwards += 1
         self.say_once(
-            f"A call of {type(self.decoder).__name__} is computed padded: its numbers are the model's own, and no "
-            f"work is saved. {error} `handle.stats.padded_forwards` counts such calls. (Shown once for this reason.)",
+            f"A call of {type(self.decoder).__name__} is computed padded, as without this package: no work is "
+            f"saved. {error} `handle.stats.padded_forwards` counts such calls. (Shown once for this reason.)",
             error.kind,
         )
 

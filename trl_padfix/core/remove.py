@@ -80,8 +80,8 @@ def remove_padding(
             A [`~transformers.PreTrainedModel`], or anything that contains one: a PEFT model, a DDP or value-head
             wrapper, a `SentenceTransformer` or `CrossEncoder`.
         prefix_sharing (`bool` or `"auto"`, *optional*, defaults to `False`):
-            Whether to compute shared prefixes once. Both values share only where it saves work. They differ where
-            sharing is impossible: `"auto"` runs unshared; `True` warns, and is an error with `strict`.
+            Whether to compute shared prefixes once. `True` and `"auto"` share only where it saves work. They differ
+            where sharing is impossible: `"auto"` runs unshared; `True` warns, and is an error with `strict`.
         pool_last_token (`bool`, *optional*, defaults to `False`):
             Whether a sequence classifier scores the last token of each row's attention mask, with any id. By
             default it scores the same token as without padding removal: the last one that is not the pad token.

@@ -221,7 +221,7 @@ class Verdict:
         saved = 1 - self.grouped.auto / auto
         settings = ["padding_free=True", 'prefix_sharing="auto"' if self.shares else "prefix_sharing=False"]
         settings += ["group_by_prefix=True"] * self.groups
-        grouping = f"grouped ones save {saved:.0%} more" if self.groups else f"grouping would save {max(saved, 0):.0%}"
+        grouping = f"{'grouped ones' if self.groups else 'grouping would'} save {max(saved, 0):.0%} of what remains"
         packed = f"{padded / real:.1f}x by tokens" if self.trainer == "sft" else "none for this trainer"
         return [
             f"Use {', '.join(settings)}.",

@@ -38,15 +38,16 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
             Skip padding: the decoder receives one row of real tokens. Loss and gradients stay the same, up to
             rounding. A model that cannot be packed raises an error.
         prefix_sharing (`bool` or `"auto"`, *optional*, defaults to `False`):
-            Compute the shared beginning of rows once, for example the prompt of a pair. Both values share only where
-            it saves work. `True` also warns if a batch cannot share (with `strict`: an error), and forbids NEFTune.
-            Prefer `'auto'`. Needs `padding_free`.
+            Compute the shared beginning of rows once, for example the prompt of a pair. `True` and `'auto'` share only
+            where it saves work. `True` also warns if a batch cannot share (with `strict`: an error), and forbids
+            NEFTune. Prefer `'auto'`. Needs `padding_free`.
         padding_side (`str`, *optional*):
             Side on which the collator pads. Default: the tokenizer's side; `'right'` for recurrent models, prompt
             tuning and p-tuning.
         parity_check (`bool`, *optional*, defaults to `True`):
             Compare a few rows with and without padding in the first steps. If the model's packed results are wrong,
-            the run stops. If only the loss is wrong, it continues padded and warns. Disable it only to measure time.
+            the run stops. If only your loss reads padding, it continues padded and warns. Disable it to measure
+            time, or for a loss that counts its calls.
         strict (`bool`, *optional*, defaults to `False`):
             Raise an error if a call cannot be packed, or if the loss depends on padding. By default such calls run
             padded, with a warning.

@@ -142,7 +142,7 @@ class ParityReport(Distance):
             f"parity {'ok' if self.ok else 'FAILED'} ({mode}, {self.implementation}, {self.dtype}): difference of "
             f"{self.compared} scores {self._scores_text}{yardstick}{gradient}; "
             f"{self.packed_tokens} packed against {self.padded_tokens} padded tokens{alone}"
-            + ("" if self.longest is None else f"; the longest row from that row alone: {self.longest}")
+            + ("" if self.longest is None else f"; the longest row, packed and alone: {self.longest}")
         )
 
     @property

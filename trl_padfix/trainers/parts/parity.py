@@ -43,7 +43,7 @@ LAYOUT_ARGUMENTS = ("input_ids", "inputs_embeds", "attention_mask", "position_id
 """Arguments of a model that determine the layout of its tokens."""
 
 READS_PADDING = (
-    "a loss that depends on padding, but scores that do not: your loss reads logits at padding, "
+    "a loss that depends on padding, although the model's scores do not: your loss reads logits at padding, "
     "which are zero without it, or a module takes statistics of the batch in training. Mask by `attention_mask` what "
     "your loss reads; with left padding that includes the label of a row's first token"
 )
