@@ -161,8 +161,7 @@ def _aligned(call: dict[str, Any], main: str) -> dict[str, torch.Tensor]:
             "aligned anymore. Generate from the whole prompts, or call `model.generate` on a left-padded batch."
         )
     mask = torch.ones(ids.shape[:2], dtype=torch.int64, device=ids.device) if mask is None else mask
-    empty = (mask.sum(1) == 0).nonzero().flatten().tolist() if mask.dim() == 2 else []
-    if empty:
+    if mask.dim() == 2 and (empty := (mask.sum(1) == 0).nonzero().flatten().tolist()):
         raise ValueError(f"Prompts {empty} of the batch hold no real token: there is nothing to continue. Drop them.")
     # Ids and mask come first, as in the signature of `left_align`; the union keeps their places.
     tensors = {main: ids, "attention_mask": mask}

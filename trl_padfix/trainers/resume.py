@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -37,7 +38,8 @@ def checkpoint_to_resume(resume_from: str | bool | None, output_dir: str | Path)
     folders = Path(output_dir).glob("checkpoint-*")
     steps = {int(f.name[11:]): f for f in folders if f.name[11:].isdecimal() and f.is_dir()}
     for step in sorted(steps, reverse=True):
-        if _has_state(steps[step]):
+        with suppress(OSError, ValueError):
+            json.loads((steps[step] / _STATE).read_text())
             logger.info(f"Resuming from {steps[step]}.")
             return str(steps[step])
         logger.warning(f"Skipping {steps[step]}: it has no complete `{_STATE}`, so its save was cut off.")
@@ -45,11 +47,3 @@ def checkpoint_to_resume(resume_from: str | bool | None, output_dir: str | Path)
         f"`resume_from_checkpoint={resume_from}`: there is no complete checkpoint in {str(output_dir)!r}. Name a "
         "folder, or leave `resume_from_checkpoint` out to begin from the start."
     )
-
-
-def _has_state(checkpoint: Path) -> bool:
-    try:
-        json.loads((checkpoint / _STATE).read_text())
-    except (OSError, ValueError):
-        return False
-    return True

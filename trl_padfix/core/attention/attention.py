@@ -294,8 +294,7 @@ class ViewPatch(ForwardPatch):
     def call(self, *args: Any, **kwargs: Any) -> Any:
         # The call decides, not `enabled`: a recomputed forward is packed as the first one was, even if padding
         # removal was switched off in between.
-        call = call_of(self, kwargs)
-        if call is None:
+        if (call := call_of(self, kwargs)) is None:
             return self.on_view()(*args, **kwargs) if context().attention else self.wrapped(*args, **kwargs)
         with running(call):  # perhaps in a recomputation
             return self.on_view()(*args, **kwargs)
@@ -375,8 +374,7 @@ def torch_varlen(
     # `torch.nn.attention.varlen.varlen_attn` calls this operator from one in Python: three times as long on the host.
     # `window` counts the token itself, the left window does not; 0 to the right is causal.
     is_causal, left = window is None, -1 if window is None else window - 1
-    attend = torch.ops.aten._flash_attention_forward
-    return attend(
+    return torch.ops.aten._flash_attention_forward(
         query, key, value, *segments, 0.0, is_causal, False, scale=scale, window_size_left=left, window_size_right=0
     )[0]
 

@@ -302,14 +302,12 @@ class LayerPatch(ForwardPatch):
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         has_call = CALL in kwargs
-        call = call_of(self, kwargs)
-        if call is None:
+        if (call := call_of(self, kwargs)) is None:
             return self.wrapped(*args, **kwargs)
         if not takes_any_argument(self.module):
             kwargs.pop(CALL, None)  # its forward would reject the keyword
-        layer = None if self.is_layer else layer_call(call)
-        if layer is None:
-            layer = LayerCall(self.module, self.bind(args, kwargs), call)
+        running_layer = None if self.is_layer else layer_call(call)
+        layer = running_layer or LayerCall(self.module, self.bind(args, kwargs), call)
         with running(layer.call, layer=layer):
             return self._forward(layer, has_call)(*args, **kwargs)
 

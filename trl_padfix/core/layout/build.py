@@ -222,8 +222,7 @@ def _is_real(mask: torch.Tensor, host_mask: torch.Tensor) -> torch.Tensor:
                 f"The attention mask of shape {tuple(mask.shape)} and dtype {mask.dtype} holds {values}; removing "
                 "padding needs 1 for real tokens and 0 for padding. Additive and weighted masks cannot be packed.",
             )
-    empty = (~is_real_BL.any(1)).nonzero().flatten().tolist()
-    if empty:
+    if empty := (~is_real_BL.any(1)).nonzero().flatten().tolist():
         raise UnpackableBatchError(
             "empty rows",
             f"Rows {empty} of the attention mask hold no real token, so there is nothing to compute for them and no "

@@ -144,8 +144,7 @@ class RowsPatch(ForwardPatch):
         call = kwargs.pop(CALL, None) or running
         if call is None:
             return self.wrapped(*args, **kwargs)
-        running_layer = layer_call(call)
-        if running_layer is None:
+        if (running_layer := layer_call(call)) is None:
             raise PaddingRemovalError(
                 f"{type(self.module).__name__} was called outside of the layers of its decoder. It runs on rows, and "
                 "the arguments for these rows are recorded layer by layer. Train this model with `padding_free=False`."

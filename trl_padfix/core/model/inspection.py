@@ -231,8 +231,7 @@ def _kernel_parameters(function: Callable) -> frozenset[str]:
         closure = inspect.getclosurevars(inner).nonlocals
         if "is_new_implementation" in closure:
             return frozenset(closure["applicable_params"] if closure["is_new_implementation"] else ())
-        wrapped = getattr(inner, "__wrapped__", None)
-        if wrapped is None:
+        if (wrapped := getattr(inner, "__wrapped__", None)) is None:
             break
         inner = wrapped
     if inspect.isfunction(inner) and inner.__module__.startswith("transformers"):

@@ -148,11 +148,10 @@ class ParityReport(Distance):
     @property
     def fault(self) -> str:
         """Which forward is wrong, in words; empty if none is."""
+        if self.ok and self.padded_is_right:
+            return ""
         if self.ok:
-            wrong = (
-                "The padded forward of this model is wrong, and packed is right: padded differs from each row alone"
-            )
-            return "" if self.padded_is_right else wrong
+            return "The padded forward of this model is wrong, and packed is right: padded differs from each row alone"
         if (self.packed_from_alone or super()).ok:
             return "The packed forward of this model is wrong for its longest row, and shorter rows pass"
         forward = "backward" if (self.packed_from_alone or super()).scores_agree else "forward"

@@ -18,6 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..anatomy import differentiates_in_parts, find_peft, pipeline_in
+from ..context import temporarily_set
 from ..handle import PaddingRemoval
 from ..layout.build import packed_layout, padding_free_layout
 from ..model.inspection import TRUSTED_MODELS, is_of, parameters_of, takes, takes_any_argument
@@ -71,9 +72,8 @@ def called_module(model: nn.Module, handle: PaddingRemoval) -> nn.Module:
     A user's forward may need more than a few short rows: their labels, the positions that its head reads.
     """
     pretrained = handle.anatomy.pretrained
-    if handle.multimodal is not None or pipeline_in(model) is not None:  # they get the whole batch, or a dictionary
-        return model
-    if differentiates_in_parts(model):  # weights are gathered by the hooks of the wrapper
+    # They get the whole batch, or a dictionary; or the hooks of the wrapper gather weights.
+    if handle.multimodal is not None or pipeline_in(model) is not None or differentiates_in_parts(model):
         return model
     if not is_of(type(pretrained).forward, TRUSTED_MODELS):
         return handle.decoder
@@ -151,13 +151,9 @@ def pooling_last_column(sample: Sample, handle: PaddingRemoval) -> Iterator[Samp
     column = (positions + mask.sum(1, keepdim=True)) % ids.shape[1]
     inputs |= {k: v.gather(-1, column.expand_as(v)) for k, v in inputs.items() if _has_shape(v, ids.shape)}
     config = handle.anatomy.pretrained.config.get_text_config()
-    pad_token_id = config.pad_token_id
     # An id that no token has: the classifier finds no padding and pools the last column.
-    config.pad_token_id = -1
-    try:
+    with temporarily_set(config, pad_token_id=-1):
         yield replace(sample, inputs=inputs)
-    finally:
-        config.pad_token_id = pad_token_id
 
 
 def select_columns(inputs: dict[str, Any], model: PreTrainedModel) -> tuple[dict[str, Any], torch.Tensor]:

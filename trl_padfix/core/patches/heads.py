@@ -160,8 +160,7 @@ class LMHeadPatch(BatchPatch):
         if handle.context_parallel is None or handle.multimodal is not None:
             return ScoredLabels(index, labels)
         inputs = DecoderInputs.read(call, handle)  # labels are divided as the tokens of the packed row are
-        layout = layout_of(inputs, handle)
-        if layout is None:
+        if (layout := layout_of(inputs, handle)) is None:
             return ScoredLabels(index, labels)
         check_call(handle, inputs, layout)
         return handle.tokens_of(layout).labels(index, labels)

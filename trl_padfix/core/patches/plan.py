@@ -114,8 +114,7 @@ class CallPlanner:
             UnpackableCallError: If the call cannot be packed.
         """
         handle = self.handle
-        layout = layout_of(inputs, handle)
-        if layout is None:
+        if (layout := layout_of(inputs, handle)) is None:
             # Without a cache this is no generation, and other processes may pack their batches.
             if inputs.arguments.get("use_cache") is False:
                 self._match_other_processes(inputs.arguments)

@@ -26,8 +26,7 @@ class PositionPatch(ForwardPatch):
     attachment: PaddingRemoval
 
     def packed(self, *args: Any, **kwargs: Any) -> Any:
-        call = call_of(self, {})
-        if call is None:
+        if (call := call_of(self, {})) is None:
             return self.wrapped(*args, **kwargs)
         arguments, positions = self.bind(args, kwargs), call.layout.positions
         column = arguments.get("position_ids")  # some decoders pass columns (BioGPT)

@@ -30,11 +30,8 @@ def record_router_logits(model: PreTrainedModel) -> Iterator[list[RouterLogits]]
     def record(decoder: Any, args: Any, output: Any) -> None:
         recorded.append(getattr(output, "router_logits", None))
 
-    hook = find_decoder(model).register_forward_hook(record)
-    try:
+    with find_decoder(model).register_forward_hook(record):
         yield recorded
-    finally:
-        hook.remove()
 
 
 def balancing_loss(model: PreTrainedModel, routed: Sequence[tuple[RouterLogits, torch.Tensor | None]]) -> Any:

@@ -112,8 +112,7 @@ class PartRunner:
         if self.parts is not None:
             with reading_prefixes(call, self._layout_of_part(self.parts, model, forward, call)):
                 return forward(**call)
-        reason = self._why_whole(model, call)
-        if reason is None:
+        if (reason := self._why_whole(model, call)) is None:
             batch = self._split(call)
             if len(batch.inputs) == 1:
                 return forward(**call)

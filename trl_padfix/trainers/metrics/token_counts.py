@@ -126,8 +126,7 @@ class TokenCounts(Part):
 
     def log(self, logs: dict[str, float], mode: str) -> None:
         padding = self.trainer.padding
-        metrics = report_of(self.counters, mode, padding.handle if padding.is_removed else None)
-        logs.update(metrics)
+        logs.update(report_of(self.counters, mode, padding.handle if padding.is_removed else None))
 
 
 def report_of(counters: dict[str, TokenCounter], mode: str, handle: PaddingRemoval | None) -> dict[str, float]:

@@ -208,8 +208,7 @@ def _prompt_of(
     images = [row["image"]] if row.get("image") is not None else list(row.get("images") or [])
     answers = [row[name] for name in ("completion", "chosen") if name in row]
     prompt, answer = (row["prompt"], answers[0]) if answers else (row["messages"], [])
-    is_chat = is_conversational({"prompt": prompt})
-    if not is_chat:
+    if not is_conversational({"prompt": prompt}):
         return Prompt(prompt, answer, images)
     if isinstance(processing_class, ProcessorMixin):
         prompt, answer = (prepare_multimodal_messages(m, images=i) for m, i in ((prompt, images), (answer, [])))
@@ -228,7 +227,7 @@ def _prompt_of(
         tools_of(row),
         **({"chat_template": chat_template} if chat_template is not None else {}),
     )
-    return Prompt(rendered["prompt"], rendered["completion"], images, is_chat)
+    return Prompt(rendered["prompt"], rendered["completion"], images, is_chat=True)
 
 
 def _write(samples: list[dict[str, str]], path: Path) -> None:
