@@ -235,18 +235,16 @@ class TokenBudget(Part):
         """Run `compute`, TRL's `compute_loss`: in chunks if the loss is a sum over rows with known weights."""
         trainer, task = self.trainer, self.trainer.padding.task
         compute = partial(compute, task.model_for_loss(model))
-        if self.budget is None:
-            return compute(inputs, *args, **kwargs)
         call = inspect.signature(Trainer.compute_loss).bind(trainer, model, inputs, *args, **kwargs).arguments
-        num_items = call.get("num_items_in_batch")
-        is_for_backward = self._is_in_step and torch.is_grad_enabled() and trainer.model.training
-        if call.get("return_outputs") or not is_for_backward:
-            return compute(inputs, *args, **kwargs)
-        is_sum, has_others = self._is_sum_over_rows(inputs, num_items), trainer.accelerator.num_processes > 1
-        # All processes must agree; a hook may be on one of them only. `_parts_of` gathers where they meet.
-        is_sum = not self._on_any_process(not is_sum)
-        parts = self._parts_of(inputs) if is_sum else None
-        if max_over_processes(trainer, int(parts is None)) or parts is None:
+        num_items, has_others = call.get("num_items_in_batch"), trainer.accelerator.num_processes > 1
+        has_backward = self._is_in_step and torch.is_grad_enabled() and trainer.model.training
+        parts = None
+        if self.budget is not None and has_backward and not call.get("return_outputs"):
+            # All processes must agree; a hook may be on one of them only. `_parts_of` gathers where they meet.
+            is_sum = not self._on_any_process(not self._is_sum_over_rows(inputs, num_items))
+            parts = self._parts_of(inputs) if is_sum else None
+            parts = None if max_over_processes(trainer, int(parts is None)) else parts
+        if parts is None:
             return compute(inputs, *args, **kwargs)
         if len(parts.rows) == 1 and not has_others:
             # It fits, so its forwards need no plan of their own. KTO's KL term has other rows.
@@ -261,7 +259,7 @@ class TokenBudget(Part):
             for i, chunk in enumerate(parts.of(inputs)):
                 is_last = i == len(parts.rows) - 1
                 weight, items = task.chunk_weight(chunk, inputs, num_items), task.num_loss_items(chunk)
-                weighted = partial(_weighted, compute, weight, chunk, *args, **kwargs)
+                loss = partial(compute, chunk, *args, **kwargs)
                 runner.start(i, *self._ids_and_mask(chunk))
                 num_items_of = {"": weight if items is None else items} | task.num_metric_items(chunk)
                 # Per chunk TRL switches checkpointing off and on, and each time transformers adds a hook that stays.
@@ -271,7 +269,7 @@ class TokenBudget(Part):
                     metrics.chunk(num_items_of),
                     temporarily_set(find_pretrained(trainer.model), **no_hook),
                 ):
-                    total = total + (weighted() if is_last else self._backward(weighted, model, num_items))
+                    total = total + (loss() * weight if is_last else self._backward(loss, weight, model, num_items))
         runner.check()
         metrics.log()
         return total
@@ -300,7 +298,7 @@ class TokenBudget(Part):
         has_ids = any("input_ids" in batch for batch in task.padded_batches(inputs))
         return has_ids and task.chunk_weight(inputs, inputs, num_items) is not None
 
-    def _backward(self, compute: Callable[[], torch.Tensor], model: torch.nn.Module, num_items: Any) -> torch.Tensor:
+    def _backward(self, compute: Callable, weight: Any, model: torch.nn.Module, num_items: Any) -> torch.Tensor:
         """
         The loss of a chunk, after its backward; transformers' `training_step` computes both, as for a batch.
 
@@ -310,7 +308,7 @@ class TokenBudget(Part):
         trainer, losses = self.trainer, []
 
         def compute_loss(*args: Any, **kwargs: Any) -> torch.Tensor:
-            losses.append(compute())
+            losses.append(compute() * weight)
             return losses[-1]
 
         with temporarily_set(trainer, compute_loss=compute_loss):
@@ -342,7 +340,3 @@ class TokenBudget(Part):
             for parameter in parameters:
                 parameter.grad = saved.get(parameter)
             raise
-
-
-def _weighted(compute: Callable, weight: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-    return compute(*args, **kwargs) * weight
