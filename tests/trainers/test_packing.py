@@ -247,7 +247,7 @@ def test_a_trainer_that_pads_left_attaches_once_and_again_after_another_one(fiel
     assert attached == [one, two, one]
 
 
-def test_a_restored_trainer_splits_no_steps_and_has_its_own_training_step(tmp_path):
+def test_a_restored_trainer_says_so_splits_no_steps_and_has_its_own_training_step(tmp_path, caplog):
     class OfUser(trl_padfix.DPOTrainer):
         def training_step(self, *args, **kwargs):
             return super().training_step(*args, **kwargs)
@@ -258,8 +258,10 @@ def test_a_restored_trainer_splits_no_steps_and_has_its_own_training_step(tmp_pa
         lambda module, args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True
     )
     trainer.train()
+    assert "runs padded" not in caplog.text
     split, rows[:] = [*rows], []
     trainer.restore_padding()
     assert "training_step" not in vars(trainer)
     trainer.train()
+    assert "This training runs padded: `restore_padding()` was called." in caplog.text
     assert max(split) < min(rows)

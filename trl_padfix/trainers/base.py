@@ -365,6 +365,8 @@ class PaddingFreeMixin:
     # -- checkpoints
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        if self.padding.is_restored and self.padding.settings.padding_free:
+            logger.warning("This training runs padded: `restore_padding()` was called. To pack, make a new trainer.")
         with self.padding.in_use():
             return super().train(checkpoint_to_resume(resume_from_checkpoint, self.args.output_dir), *args, **kwargs)
 
