@@ -227,9 +227,11 @@ def test_data_of_another_kind_are_refused_before_the_model_is_loaded(method, tmp
     given += ["--use_cpu", "true", "--bf16", "false", "--output_dir", str(tmp_path / "run"), "--dry_run"]
     given += ["--reward_funcs", "accuracy_reward"] if method in ("grpo", "rloo") else []
     needed = {"prompt", "completion", "label"} if method == "kto" else {"prompt", "chosen", "rejected", "text"}
-    cases = [(["words"], "dataset has no column '.*it has .'words'."), (needed, "model")]
+    name = "text" if method == "sft" else "prompt"
+    cases = [(["words"], "dataset has no column '.*it has .'words'."), (needed, "model"), (needed, f"no '{name}': {{")]
     for columns, message in cases:
-        (tmp_path / "data" / "train.jsonl").write_text(json.dumps(dict.fromkeys(columns, "a b")))
+        rows = [row := dict.fromkeys(columns, "a b"), *([row | {name: None}] if "{" in message else [])]
+        (tmp_path / "data" / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
         with pytest.raises(ValueError, match=message):
             main(method, given)
 

@@ -33,7 +33,7 @@ CASES = [
     (stats("with_an_empty_file"), "a data file has no row"),
     (stats("corrupt.jsonl"), "(JSON parse error: Missing a comma"),
     (stats("cut.jsonl"), "(JSON parse error: Invalid value. in row 1"),
-    (stats("null.jsonl"), "a row has no text in one of the columns text: filter it out."),
+    (stats("null.jsonl"), "Row 3 (counted from 0) of the null.jsonl dataset has no 'text': {'text': None}. Write a"),
     (stats("columns.jsonl"), "The data has the columns words. This command counts dpo: chosen, rejected;"),
     (stats("pairs.jsonl", "--max-length", "1"), "no row is left"),
     (stats("good.jsonl", "--batch-size", "0"), "--batch-size"),

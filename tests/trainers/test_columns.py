@@ -1,10 +1,14 @@
 """Reading columns of numbers, against a loop over the rows."""
 
+from types import SimpleNamespace
+
+import pytest
 from datasets import Dataset, Features, List, Value
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trl_padfix.trainers.data.columns import lists
+from trl_padfix.trainers.data.columns import lists, needed_columns, require_columns
+from trl_padfix.trainers.methods.sft import SFTTask
 
 
 @given(st.lists(st.lists(st.integers(-1, 1), max_size=3), min_size=1, max_size=12), st.booleans())
@@ -18,3 +22,16 @@ def test_lists_are_read_as_in_a_loop(rows, shuffled):
 def test_more_rows_than_arrow_is_given_at_a_time():
     rows = [[1] * (1 + i % 2) + [i % 3] for i in range(25_000)]
     assert [row.tolist() for row in lists(Dataset.from_dict({"a": rows}), "a")] == rows
+
+
+def test_a_missing_value_is_found_in_the_rows_and_columns_that_trl_reads():
+    rows = Dataset.from_dict({"prompt": ["a", None, "c"], "completion": ["d", "e", "f"], "text": [None, "h", "i"]})
+    with pytest.raises(ValueError, match=r"Row 1 \(counted from 0\) of the train dataset has no 'prompt': {'comp"):
+        require_columns(rows, "train", *needed_columns("sft"))
+    require_columns(rows.filter(lambda row: row["prompt"]), "train", *needed_columns("sft"))  # it keeps the table
+    pairs = rows.rename_columns({"completion": "chosen", "text": "rejected"}).select([1, 2])
+    with pytest.raises(ValueError, match=r"Row 0 .* has no 'prompt'"):
+        require_columns(pairs, "train", *needed_columns("dpo"))
+    require_columns(pairs.remove_columns("prompt"), "train", *needed_columns("dpo"))
+    talks = Dataset.from_list([{"messages": None}, {"messages": [{"role": "user", "content": "a"}]}])
+    SFTTask.require_columns(talks, "train", SimpleNamespace(expand_turns=True))  # which leaves the first one out

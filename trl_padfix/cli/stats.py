@@ -39,6 +39,7 @@ def stats(
     from ..tools import tiny
     from ..tools.data import load_rows, trainer_of
     from ..tools.stats import UNITS, advise, measure
+    from ..trainers.data.columns import needed_columns, require_columns
     from ..trainers.data.turns import expand_turns as expanded
 
     dataset = load_rows(data)
@@ -50,6 +51,7 @@ def stats(
         loaded = tiny.train_tokenizer(tiny.texts_of(dataset), train_tokenizer)
     dataset = expanded(dataset) if expand_turns else dataset
     trainer = trainer_of(dataset.column_names)
+    require_columns(dataset, data, *needed_columns(trainer))
     lengths = measure(dataset, loaded)
     kept, unit = lengths.truncated(max_length or None), UNITS[trainer]
     if not len(kept) or not kept.sequences.any():

@@ -13,16 +13,10 @@ from trl.data_utils import extract_prompt, is_conversational
 
 from ..files import DATA_FILES
 from ..trainers.data.chat_templates import renderer
+from ..trainers.data.columns import needed_columns
 
 
-__all__ = ["COLUMNS", "TokenRow", "load_rows", "token_rows", "trainer_of"]
-
-COLUMNS = {
-    "dpo": ({"chosen", "rejected"},),
-    "kto": ({"prompt", "completion", "label"},),
-    "sft": ({"prompt", "completion"}, {"messages"}, {"text"}),
-}
-"""The sets of columns for each trainer; it needs one set."""
+__all__ = ["TokenRow", "load_rows", "token_rows", "trainer_of"]
 
 TokenRow: TypeAlias = dict[str, Any]
 """A tokenized row: lists of token ids, and perhaps the number of prompt tokens."""
@@ -49,11 +43,12 @@ def trainer_of(columns: Iterable[str]) -> str:
     Raises:
         ValueError: If no trainer does.
     """
-    found = next((t for t, sets in COLUMNS.items() if any(names <= {*columns} for names in sets)), None)
-    if found is None:
-        taken = "; ".join(f"{t}: {' or '.join(', '.join(sorted(names)) for names in COLUMNS[t])}" for t in COLUMNS)
-        raise ValueError(f"The data has the columns {', '.join(columns)}. This command counts {taken}.")
-    return found
+    names = {*columns} - {"conversations", "input_ids"}  # TRL takes them, too; they are not counted here
+    for trainer in ("dpo", "kto", "sft"):
+        if any(needed <= names for needed in needed_columns(trainer)[0]):
+            return trainer
+    taken = "dpo: chosen, rejected; kto: completion, label, prompt; sft: completion, prompt or messages or text"
+    raise ValueError(f"The data has the columns {', '.join(columns)}. This command counts {taken}.")
 
 
 def token_rows(rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> list[TokenRow]:
@@ -73,8 +68,6 @@ def token_rows(rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -
     names = ["prompt"] if "prompt" in rows[0] else []
     sides = [side for side in ("chosen", "rejected", "completion", "messages", "text") if side in rows[0]]
     sides = sides[: 2 if trainer == "dpo" else 1]
-    if any(row[name] is None for row in rows for name in [*names, *sides]):
-        raise ValueError(f"a row has no text in one of the columns {', '.join([*names, *sides])}: filter it out.")
     prompts = _token_ids(rows, names, tokenizer) if names else [[]] * len(rows)
     result = []
     for prompt, *sequences in zip(prompts, *(_token_ids(rows, [*names, s], tokenizer) for s in sides), strict=True):

@@ -15,7 +15,7 @@ from datasets import Dataset, IterableDataset
 from transformers import TrainingArguments
 
 from .checks.user_code import why_padded
-from .data.columns import column_names, require_columns
+from .data.columns import require_columns
 from .protocols import TaskTrainer
 
 
@@ -69,9 +69,9 @@ class Task:
 
     @classmethod
     def require_columns(cls, dataset: Dataset | IterableDataset, dataset_name: str, config: Any) -> None:
-        """Raise a `ValueError` if a dataset lacks columns of the task."""
+        """Raise a `ValueError` if a dataset lacks columns of the task, or a row a value in one of them."""
         if cls.columns:
-            require_columns(column_names(dataset), dataset_name, cls.columns, cls.needs)
+            require_columns(dataset, dataset_name, cls.columns, cls.needs)
 
     def on_attached(self) -> None:
         """Raise errors that need both TRL's prepared data and the models with padding removed."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
+from reprlib import repr as shortened
 
 import numpy as np
 import pyarrow.compute as pc
@@ -17,19 +18,20 @@ def needed_columns(method: str, text_column: str = "text") -> tuple[list[set[str
     """
     Sets of columns, of which the data of a training command must have one; and what needs them, for an error.
 
-    A command checks local data before it imports torch, and so before any trainer.
+    A command checks local data before it imports torch, and so before any trainer. Of the sets that the data have, TRL
+    reads the last one.
     """
     pairs, prompted = {"chosen", "rejected"}, "`chosen` and `rejected` (and `prompt`, unless both begin with it)"
+    paired = [pairs, pairs | {"prompt"}]
     tokenized = [{"chosen_ids", "rejected_ids"}, {"chosen_input_ids", "rejected_input_ids"}]
     unpaired = "KTO needs `prompt`, `completion` and `label`, or pairs with `chosen` and `rejected`"
     texts = [{text_column}, {"messages"}, {"conversations"}, {"prompt", "completion"}, {"input_ids"}]
-    generated = [{"prompt"}], "Completions are generated from `prompt`"
     return {
-        "dpo": ([pairs], f"DPO needs {prompted}"),
-        "reward": ([pairs, *tokenized], f"A reward model needs {prompted}"),
-        "kto": ([{"prompt", "completion", "label"}, pairs], unpaired),
+        "dpo": (paired, f"DPO needs {prompted}"),
+        "reward": ([*paired, *tokenized], f"A reward model needs {prompted}"),
+        "kto": ([{"prompt", "completion", "label"}, *paired], unpaired),
         "sft": (texts, f"SFT needs `{text_column}`, `messages`, `prompt` and `completion`, or `input_ids`"),
-    }.get(method, generated)
+    }.get(method, ([{"prompt"}], "Completions are generated from `prompt`"))
 
 
 def column_names(dataset: Dataset | IterableDataset) -> set[str]:
@@ -55,11 +57,26 @@ def lists(dataset: Dataset, column: str) -> Iterator[np.ndarray]:
         yield from (numbers[begin:end] for begin, end in pairwise(offsets))
 
 
-def require_columns(columns: set[str], dataset_name: str, alternatives: list[set[str]], needs: str) -> None:
-    """Raise a `ValueError` if `columns` lack one of each of the `alternatives`. The error names the first."""
+def require_columns(
+    data: Dataset | IterableDataset | set[str], dataset_name: str, alternatives: list[set[str]], needs: str
+) -> None:
+    """
+    Raise a `ValueError` if a dataset, or a set of columns, lacks one of each of the `alternatives`.
+
+    The error names the first. A dataset also needs a value for each row, in the columns of the last one that it has.
+    """
+    columns = data if isinstance(data, set) else column_names(data)
     if columns and all(alternative - columns for alternative in alternatives):
         missing = sorted(alternatives[0] - columns)
         raise ValueError(
             f"The {dataset_name} dataset has no column {' and no column '.join(map(repr, missing))}; it has "
             f"{sorted(columns)}. {needs}: rename its columns, or map it to them."
         )
+    read = next((alternative for alternative in reversed(alternatives) if alternative <= columns), ())
+    for name in sorted(read):
+        if isinstance(data, Dataset) and data.data.column(name).null_count and None in (values := list(data[name])):
+            row = values.index(None)
+            raise ValueError(
+                f"Row {row} (counted from 0) of the {dataset_name} dataset has no {name!r}: {shortened(data[row])}. "
+                "Write a value, or filter the row out."
+            )

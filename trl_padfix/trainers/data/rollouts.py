@@ -90,10 +90,7 @@ class RecordedRollouts:
                 f"`{type(dataset).__name__}`. Choose a split, or make one from a stream with "
                 "`Dataset.from_generator`."
             )
-        require_columns({*dataset.column_names}, "rollouts", [{"messages", task, reward}], "Rollouts need them")
-        for column in (task, reward):
-            if missing := list(dataset[column]).count(None):
-                raise ValueError(f"Rollouts without a `{column}`: {missing}. Give them one, or filter them out.")
+        require_columns(dataset, "rollouts", [{"messages", task, reward}], "Rollouts need them")
         values = [float(value) for value in dataset[reward]]
         trials: dict[Any, list[int]] = {}
         for i, name in enumerate(dataset[task]):

@@ -19,7 +19,7 @@ from ..data.collators import (
     SidedCollator,
     pad_right,
 )
-from ..data.columns import column_names, needed_columns, require_columns
+from ..data.columns import needed_columns, require_columns
 from ..data.turns import expand_datasets
 from ..settings import Settings
 from ..task import Task
@@ -48,7 +48,8 @@ class SFTTask(Task):
 
     @classmethod
     def require_columns(cls, dataset: Dataset | IterableDataset, dataset_name: str, config: TrainingArguments) -> None:
-        require_columns(column_names(dataset), dataset_name, *needed_columns("sft", config.dataset_text_field))
+        if not config.expand_turns:  # it checks its columns itself, and leaves missing conversations out
+            require_columns(dataset, dataset_name, *needed_columns("sft", config.dataset_text_field))
 
     def packs_rows(self) -> bool:
         collator, args = self.trainer.data_collator, self.trainer.args
