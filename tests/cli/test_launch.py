@@ -141,9 +141,11 @@ def test_a_stopped_training_goes_on_to_the_same_weights(recipe, unbroken, tmp_pa
 
 def test_a_yaml_may_say_to_resume(recipe, unbroken, tmp_path):
     path = tmp_path / "resume.yaml"
-    path.write_text(yaml.safe_dump(yaml.safe_load(recipe.read_text()) | {"resume_from_checkpoint": True}))
+    path.write_text(
+        yaml.safe_dump(yaml.safe_load(recipe.read_text()) | {"resume_from_checkpoint": True, "run_name": 7})
+    )
     (_, training, *_), _ = parse("dpo", ["--config", str(path), "--output_dir", str(unbroken)])
-    assert training.resume_from_checkpoint == str(unbroken / "checkpoint-4")
+    assert (training.resume_from_checkpoint, training.run_name) == (str(unbroken / "checkpoint-4"), "7")
     (_, training, *_), _ = parse("dpo", [f"--config={recipe}", "--output_dir", str(unbroken)])
     assert training.resume_from_checkpoint is None
 
@@ -299,6 +301,13 @@ def test_ctrl_c_is_one_line_that_says_how_to_go_on(recipe, tmp_path, monkeypatch
     assert [text.count("\n") for text in said] == [1, 1]
     assert "before the first checkpoint" in said[0]
     assert "add `--resume_from_checkpoint latest`" in said[1]
+
+
+def test_a_run_whose_output_is_not_read_ends_without_a_traceback():
+    code = "from trl_padfix.cli import launch; launch.main = lambda *_: print('x' * 10**6); launch.run('dpo', [])"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert (process.stderr.read(), process.wait()) == (b"", 1)
 
 
 def test_a_single_process_sees_one_gpu(monkeypatch):

@@ -129,6 +129,23 @@ EARLY = [
     (["rloo", *PROMPTS, "--rloo_k", "2"], "--rloo_k (it is `num_generations` now)"),
     (["dpo", *RUN, "--max_completion_length", "9"], "(it is `max_length` here, of prompt and completion)"),
     (["dpo", *RUN, "--ref_model_init_kwargs", "{}"], "`model_init_kwargs` also loads the reference model"),
+    (["grpo", *PROMPTS, "--reward_funcs", "rewards.bad"], "--reward_funcs: rewards.py has no function 'bad'. Correct"),
+    (["grpo", *PROMPTS, "--reward_funcs", "accuracy"], "rewards/__init__.py has no function 'accuracy'. Correct the"),
+    (["dpo", *RUN, "--test_split_size", "2.0"], "--test_split_size: it must be between 0 and 1, or in a YAML a numb"),
+    (["dpo", *RUN, "--config", "no_rows.yaml"], "line 1: test_split_size: it must be between 0 and 1, or in a YAML"),
+    (["dpo", *RUN, "--report_to", "no"], "--report_to: invalid value: 'no'. To report nowhere, write `none`."),
+    (["dpo", *RUN[:4], *RUN[6:], "--config", "report.yaml"], "line 1: report_to: invalid value: False. To report no"),
+    (
+        stats("rows.txt"),
+        "DATA: 'rows.txt' is a file of a type that is not read. Name a folder, or convert it to .json",
+    ),
+    (["dpo", *MODEL, "--dataset_name", "rows.txt"], "--dataset_name: 'rows.txt' is a file of a type that is not read"),
+    (["dpo", *MODEL, "--config", "columns.yaml"], "line 1: datasets, entry 1: `columns` is a list of names: write `c"),
+    (["dpo", *MODEL, "--config", "third.yaml"], "has no column '3'; it has ['chosen', 'rejected']. Correct `columns`"),
+    (["dpo", *MODEL, "--config", "half.yaml"], "line 1: datasets, entry 1: fraction: invalid float value: 'half'."),
+    (["dpo", *RUN, "--accelerate_config", "./nowhere.yaml"], "No such file or directory: 'nowhere.yaml'"),
+    (["dpo", *RUN, "--accelerate_config", "broken.yaml"], "broken.yaml is not valid YAML"),
+    (["dpo", *RUN, "--config_file", "list.yaml"], "list.yaml is not a mapping of fields to values"),
 ]
 """Mistakes that are said before anything that takes seconds is imported."""
 
@@ -168,6 +185,16 @@ def material(tmp_path_factory) -> Path:
     (folder / "no_file.yaml").write_text("datasets: [{path: csv, data_files: x.csv}]\n")
     (folder / "no_files.yaml").write_text("datasets: [{path: json, data_files: [good.jsonl, '*.jsonl', a/b/c]}]\n")
     (folder / "fraction.yaml").write_text("seed: 1\nper_device_train_batch_size: 8.5\n")
+    (folder / "rewards.py").write_text("def good(completions, **kwargs):\n    return [0.0 for _ in completions]\n")
+    (folder / "no_rows.yaml").write_text("test_split_size: 0\n")
+    (folder / "report.yaml").write_text("report_to: no\n")
+    (folder / "rows.txt").write_text("alpha\n")
+    for name, more in {
+        "columns": "columns: chosen",
+        "third": "columns: [chosen, 3]",
+        "half": "fraction: half",
+    }.items():
+        (folder / f"{name}.yaml").write_text(f"datasets: [{{path: json, data_files: pairs.jsonl, {more}}}]\n")
     (folder / "with_an_empty_file").mkdir()
     (folder / "with_an_empty_file" / "train.jsonl").touch()
     return folder

@@ -135,6 +135,8 @@ def check_given(method: str, given: Given) -> str | bool | None:
         # A name with other characters is a path, a kernel on the Hub, or JSON with a name for each part of a model.
         is_open = name in OPEN and not re.fullmatch(r"[\w-]+", str(value))
         _check_value(name, value, places[name], set() if is_open else fields.get(name, set()))
+        if name == "config_file" or (name == "accelerate_config" and is_open):
+            _read_yaml(str(value))
         if name in OPEN and str(value).startswith(("flash", "flex")) and is_on_cpu:
             raise ValueError(f"{places[name]}: {value!r} needs a GPU, and this run has none. Write 'sdpa'.")
     if "--env" in places.values():
@@ -149,6 +151,11 @@ def check_given(method: str, given: Given) -> str | bool | None:
         raise ValueError("No reward: set `--reward_funcs`, or `--reward_model_name_or_path`.")
     if isinstance(names := values.get("reward_funcs"), str):
         raise ValueError(f"{places['reward_funcs']}: write a list: `reward_funcs: [{names}]`.")
+    for module, _, function in (str(name).rpartition(".") for name in names or ()):  # an import would run user code
+        file = Path(module.replace(".", "/") + ".py") if module else _folder("trl") / "rewards/__init__.py"
+        pattern = rf"\b{re.escape(function)}\b|import \*|def __get"
+        if file.is_file() and not re.search(pattern, file.read_text("utf-8")):
+            raise ValueError(f"{places['reward_funcs']}: {file} has no function {function!r}. Correct the name.")
     if not (values.get("dataset_name") or values.get("datasets")):
         raise ValueError(
             "No dataset: set `--dataset_name` to a folder or a Hub id, or `datasets` in a YAML (`--config`)."
@@ -177,6 +184,7 @@ def declared_fields(method: str) -> dict[str, set[str]]:
     attentions = {*map(repr, re.findall(r'"(\w+)": \w+_attention\w*_forward', source))}
     # None: a later transformers registers them elsewhere.
     fields |= dict.fromkeys(OPEN & fields.keys(), attentions | {"'auto'", "'eager'", "None"} if attentions else set())
+    fields["run_name"] = {"None", "Any"}  # YAML reads 7 and 2026-11-30 as other types than text
     fields["accelerate_config"] = {repr(file.stem) for file in (_folder("trl") / "accelerate_configs").glob("*.yaml")}
     return fields
 
@@ -241,12 +249,17 @@ def _check_value(name: str, value: Any, place: str, types: set[str]) -> None:
         listed = ", ".join(sorted(types - {"None"})).replace("', bool", "'")
         problem = f"choice: {value!r} (choose from {listed})" if "'" in listed else f"{listed} value: {value!r}"
         remedy = ' YAML takes `no` for false. Write "no" in quotes.' if value is False and "'no'" in types else ""
-        remedy = f' Write "{value}" in quotes.' if isinstance(value, int | float) and "str" in types else remedy
+        remedy = f' Write "{value}" in quotes.' if not isinstance(value, list | dict) and "str" in types else remedy
         if value in (None, "None", "none"):
             remedy = " Write `null` for no value." if "None" in types else " Write a value, or leave the field out."
         raise ValueError(f"{place}: invalid {problem}.{remedy}")
     if POSITIVE.fullmatch(name) and value is not None and float(value) < 1:
         raise ValueError(f"{place}: it must be at least 1, got {value}.")
+    is_count = isinstance(value, int) and value > 0  # of rows; a flag is a string, and TRL reads it as a share
+    if name == "test_split_size" and not (value is None or is_count or 0 < float(value) < 1):
+        raise ValueError(f"{place}: it must be between 0 and 1, or in a YAML a number of rows, got {value}.")
+    if name == "report_to" and str(value).lower() in BOOLEANS:
+        raise ValueError(f"{place}: invalid value: {value!r}. To report nowhere, write `none`.")
 
 
 def _is(value: Any, name: str) -> bool:
@@ -310,6 +323,9 @@ def _check_data(method: str, values: dict[str, Any], places: dict[str, str]) -> 
         unknown = [f"`{key}`{hint(key, known)}" for key in entry if key not in known]
         if unknown and not newer_trl():
             raise ValueError(f"{place} has no field {', '.join(unknown)}. It has {', '.join(known)}.")
+        if not isinstance(entry.get("columns") or [], list):
+            raise ValueError(f"{place}: `columns` is a list of names: write `columns: [prompt, chosen, rejected]`.")
+        _check_value("fraction", entry.get("fraction"), f"{place}: fraction", {"None", "float"})
         # A stream has no slices, such as `train[:80%]`.
         path, split = str(entry.get("path")), str(entry.get("split") or "train").partition("[")[0]
         is_here = Path(path).is_dir() or (path in DATA_FILES.values() and entry.keys() & {"data_files", "data_dir"})
@@ -325,7 +341,8 @@ def _check_data(method: str, values: dict[str, Any], places: dict[str, str]) -> 
             try:
                 with patch("datasets.config.TORCH_AVAILABLE", "torch" in sys.modules):  # else a stream imports torch
                     columns = column_names(load_dataset(**given, split=split, streaming=True))
-                needed = needed_columns(method, values.get("dataset_text_field") or "text")
-                require_columns(columns & {*(entry.get("columns") or columns)}, data, *needed)
+                read = {*map(str, entry.get("columns") or columns)}
+                require_columns(columns, data, [read], "Correct `columns`, or the data")
+                require_columns(read, data, *needed_columns(method, values.get("dataset_text_field") or "text"))
             except (FileNotFoundError, StopIteration, ValueError) as error:
                 raise ValueError(f"{place}: {str(error) or f'{data} or a file in it has no row.'}") from error

@@ -110,13 +110,16 @@ def parse(method: str, args: Sequence[str]) -> tuple[list[Any], Namespace]:
     if unknown or launch.training_script_args != script[2:]:
         raise ValueError(f"Unexpected argument `{' '.join(unknown or [launch.training_script])}`.")
     parsed[1].resume_from_checkpoint = resume_from
+    parsed[1].run_name = parsed[1].run_name and str(parsed[1].run_name)
     return parsed, launch
 
 
 def main(method: str, args: Sequence[str]) -> None:
     """Train in this process with TRL's script; for the flags see [`parse`]."""
     import torch
+    import trl
     from accelerate.utils import broadcast_object_list
+    from datasets import load_dataset
     from transformers import set_seed
 
     from .. import build_tiny
@@ -137,7 +140,8 @@ def main(method: str, args: Sequence[str]) -> None:
         ours = {config.__name__: config, trainer.__name__: _checked(trainer, own.dry_run)}
         stack.enter_context(patch.multiple("trl", **ours))
         set_seed(training.seed)  # `test_split_size` draws the held-out rows: the same ones in every process
-        splits = _load(script, data)
+        alone = {"name": script.dataset_config, "streaming": script.dataset_streaming}
+        splits = trl.get_dataset(data) if data.datasets else load_dataset(script.dataset_name, **alone)
         for field in ("dataset_train_split", "dataset_test_split")[: 1 if training.eval_strategy == "no" else 2]:
             if (split := vars(script)[field]) not in splits:
                 raise ValueError(f"no split {split!r}, which `{field}` names. The data has {', '.join(splits)}.")
@@ -149,16 +153,6 @@ def main(method: str, args: Sequence[str]) -> None:
         except _DryRunEnd as end:
             if not end.args[0]:
                 sys.exit(1)
-
-
-def _load(script: Any, data: Any) -> Any:
-    """The data by their splits, as TRL's script loads them."""
-    import trl
-    from datasets import load_dataset
-
-    if data.datasets:
-        return trl.get_dataset(data)
-    return load_dataset(script.dataset_name, name=script.dataset_config, streaming=script.dataset_streaming)
 
 
 class _DryRunEnd(Exception):  # noqa: N818
@@ -194,6 +188,9 @@ def run(method: str, args: Sequence[str]) -> None:
     with explain_errors(f"trl-padfix {method}{rank}"):
         try:
             main(method, args)
+        except BrokenPipeError:  # `| head` has closed the output: what is still buffered goes to the null device
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            sys.exit(1)
         except KeyboardInterrupt:
             if os.environ.get("RANK", "0") == "0":
                 print(f"trl-padfix {method}: {_stopped(read_given(args).values)}", file=sys.stderr)

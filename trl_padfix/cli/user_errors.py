@@ -77,5 +77,5 @@ def _message(error: Exception) -> str | None:
     frame = traceback.extract_tb(error.__traceback__)[-1]
     is_raised = (frame.line or "").startswith("raise") and any(name in CHECKERS for name in Path(frame.filename).parts)
     checked = isinstance(error, (ImportError, NotImplementedError, RuntimeError, TypeError, ValueError)) and is_raised
-    is_unreadable = isinstance(error, OSError) or type(error).__module__ == "pyarrow.lib"
+    is_unreadable = isinstance(error, OSError | ModuleNotFoundError) or type(error).__module__ == "pyarrow.lib"
     return str(error) if checked or is_unreadable else None
