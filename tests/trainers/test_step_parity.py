@@ -11,7 +11,7 @@ from kit.methods import make_trainer
 from kit.process_errors import PLACES
 from kit.processes import launched
 from kit.rows import build_rows
-from kit.trainer_runs import build_model, our_warnings, to_the_bit
+from kit.trainer_runs import assert_other, assert_same, build_model, figures, lora, our_warnings, to_the_bit
 from peft import PromptTuningConfig, TaskType
 from torch import nn
 from torch.ao.quantization import FakeQuantize, MovingAverageMinMaxObserver
@@ -311,6 +311,23 @@ def test_steps_whose_rows_alone_differ_are_packed(kind, given, tmp_path):
     trainer = make_trainer(trl_padfix, kind, tmp_path, padding_free=True, prefix_sharing=True, max_steps=1, **given)
     trainer.train()
     assert trainer.padding.stats.forwards
+
+
+@pytest.mark.parametrize("kind", ["DPO", "KTO"])
+def test_what_is_frozen_in_an_adapter_stays_frozen_in_a_step(kind, tmp_path):
+    """PEFT trains all of an adapter again once TRL's reference has switched it off: in TRL, after the first policy."""
+
+    def train(library, trains_a=False, **given):
+        trainer = make(library, kind, tmp_path, peft_config=lora(task_type="CAUSAL_LM"), **given)
+        for name, parameter in trainer.model.named_parameters():
+            parameter.requires_grad_("lora_B" in name or (trains_a and "lora_A" in name))
+        trainer.train()
+        return figures(trainer.state.log_history, but=("num_tokens",))
+
+    theirs = train(trl)
+    assert_same(train(trl_padfix, padding_free=True), theirs)
+    assert_same(train(trl_padfix, padding_free=True, max_tokens_per_batch=BUDGETS[kind]), theirs)
+    assert_other(train(trl, trains_a=True), theirs)
 
 
 @pytest.mark.parametrize("alpha", [5, 5.0])

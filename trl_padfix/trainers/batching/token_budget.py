@@ -44,6 +44,7 @@ from ..distributed import (
     sync_gradients_in_last,
 )
 from ..parts.part import PaddingFreeTrainer, Part, Step
+from ..parts.saved_state import kept_trainable
 from ..task import Task
 from .bin_packing import RowSplitter
 from .chunk_metrics import ChunkMetrics
@@ -268,6 +269,7 @@ class TokenBudget(Part):
                     sync_gradients_in_last(trainer, model, is_last or is_alone),
                     metrics.chunk(num_items_of),
                     temporarily_set(find_pretrained(trainer.model), **no_hook),
+                    contextlib.nullcontext() if is_last else kept_trainable(trainer.model),
                 ):
                     total = total + (loss() * weight if is_last else self._backward(loss, weight, model, num_items))
         runner.check()

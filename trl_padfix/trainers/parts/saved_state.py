@@ -17,7 +17,7 @@ from ...core.probes import saved_modules
 from .part import PaddingFreeTrainer
 
 
-__all__ = ["saved_state", "without_noise"]
+__all__ = ["kept_trainable", "saved_state", "without_noise"]
 
 _RANDOM = ("drop", "noise", "jitter")
 """In names of the float attributes of modules that set how much noise a forward in training mode adds."""
@@ -49,7 +49,18 @@ def saved_state(trainer: PaddingFreeTrainer) -> Iterator[None]:
         for parameter in trainer.model.parameters():
             stack.callback(setattr, parameter, "grad", parameter.grad)
             parameter.grad = None
+        stack.enter_context(kept_trainable(trainer.model))
         yield
+
+
+@contextlib.contextmanager
+def kept_trainable(model: nn.Module) -> Iterator[None]:
+    """A block after which a model has the same trainable parameters: PEFT trains a whole adapter again once TRL's
+    reference has switched it off."""
+    flags = {parameter: parameter.requires_grad for parameter in model.parameters()}
+    yield
+    for parameter, flag in flags.items():
+        parameter.requires_grad_(flag)
 
 
 def _put_back_contents(value: Any, stack: contextlib.ExitStack, seen: set[int]) -> None:

@@ -153,7 +153,8 @@ def check_step(trainer: PaddingFreeTrainer, step: Step, *, gradients: bool) -> S
     # graph records the first ones.
     meets = trainer.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
     has_hook = any(p._post_accumulate_grad_hooks for p in trainer.model.parameters())  # on any process
-    gradients &= not (meets or has_static_graph(trainer) or on_any_process(trainer, has_hook))
+    is_trained = any(p.requires_grad for p in trainer.model.parameters())
+    gradients &= is_trained and not (meets or has_static_graph(trainer) or on_any_process(trainer, has_hook))
     modules = [m for value in vars(trainer).values() if isinstance(value, nn.Module) for m in value.modules()]
     with without_noise(modules):
         report = _Comparison(trainer, step, gradients).report(most == fewest, *batches)
