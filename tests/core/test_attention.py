@@ -11,6 +11,7 @@ import torch
 from kit.tolerance import assert_close
 from simulated_gpu.flash_stand_in import flash_attention_stand_in
 from simulated_gpu.simulated_cuda import to_simulated
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from zoo.models import COLUMNS, batch, build
@@ -213,6 +214,23 @@ def test_only_a_row_that_shares_is_masked(shared, monkeypatch):
     found = unpack(attend(module, states, layout), layout)
     assert_close(found, unpack(expected, padded), terms=12, depth=8)
     assert [mask is not None for mask in masks] == [False, shared > 0]
+
+
+def test_a_kernel_that_the_user_chose_computes_shared_prefixes(gpu):
+    """`sdpa_kernel(MATH)` is how one gets second-order gradients: no other kernel has them."""
+    layout, _ = layout_of("mixed", sharing=True)
+    states = [x.detach().requires_grad_() for x in random_states(layout)]
+    gradients = []
+    for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.MATH):
+        with sdpa_kernel(backend):
+            loss = attend(attention_module(), states, layout).pow(2).sum()
+            gradients.append(torch.autograd.grad(loss, states, create_graph=backend is SDPBackend.MATH))
+            gpu.reset()
+            attend(attention_module(), [to_simulated(x.bfloat16()) for x in states], layout.to("cuda:0"))
+            assert bool(gpu.varlen) is (backend is not SDPBackend.MATH)
+    for by_kernel, by_math in zip(*gradients, strict=True):
+        assert_close(by_kernel, by_math, terms=COLUMNS, depth=16)
+    assert torch.autograd.grad(gradients[1][0].pow(2).sum(), states[1])[0].any()
 
 
 # -- torch's variable-length kernel

@@ -39,6 +39,22 @@ def test_real_tokens_are_those_of_the_batch_with_a_budget_too(tmp_path, monkeypa
     assert min(counted) > 40  # the budget splits
 
 
+def test_a_batch_of_two_batches_counts_the_tokens_of_its_forwards(tmp_path):
+    class TwoTasks(trl_padfix.SFTTrainer):
+        def compute_loss(self, model, inputs, **given):
+            return sum(model(**batch).loss for batch in inputs.values())
+
+    def collate(rows):
+        return {"first": collator(rows[:1]), "second": collator(rows[1:])}
+
+    given = {"padding_free": True, "max_steps": 1, "train_dataset": build_rows(8)}
+    collator = make_trainer(trl_padfix, "SFT", tmp_path, **given).data_collator
+    trainer = make_trainer(trl_padfix, "SFT", tmp_path, trainer_class=TwoTasks, data_collator=collate, **given)
+    trainer.train()
+    assert trainer.padding.stats.forwards == 2
+    assert trainer.state.log_history[0]["perf/tokens_per_second"]
+
+
 def test_auto_leaves_noisy_rows_apart(tmp_path):
     found = training(tmp_path, padding_free=True, prefix_sharing="auto", neftune_noise_alpha=5.0)
     assert found.entered == found.counts()["padding-free"]

@@ -401,6 +401,8 @@ def torch_varlen_applies(query: torch.Tensor, value: torch.Tensor, layout: Layou
     # The kernel's window counts tokens, that of a padded mask columns: equal unless tokens within a row are masked.
     if kwargs.get("sliding_window") is not None and layout.spans != layout.keys.lengths:
         missing.append("a window over masked tokens within a row")
+    if not torch.backends.cuda.flash_sdp_enabled():
+        missing.append("a setting that switches it off (`sdpa_kernel`)")
     if not torch_varlen_is_complete():
         missing.append(f"this torch ({torch.__version__}) or GPU (needed: torch 2.11, Ampere)")
     if missing:

@@ -80,7 +80,8 @@ def attend_by_segment(
     # arguments `position_bias` and `cache`.
     is_plain_sdpa = attend is sdpa_attention_forward and not set(kwargs) & {"position_bias", "cache"}
     has_kernel = query.device.type == "cpu" and query.shape[3] == value.shape[3] and not kwargs.get("dropout")
-    uses_kernel = is_plain_sdpa and has_kernel and masks is None
+    # The name says CUDA: `sdpa_kernel` sets this flag for the kernels of all devices.
+    uses_kernel = is_plain_sdpa and has_kernel and masks is None and torch.backends.cuda.flash_sdp_enabled()
     sizes = list(zip(layout.queries.lengths, layout.keys.lengths, windows, chunks, strict=True))
     if uses_kernel and fixed_order:
         places = layout.positions, layout.key_positions, sizes

@@ -83,7 +83,7 @@ def without_noise(modules: list[nn.Module]) -> Iterator[None]:
     """A block in which modules in training mode drop nothing and add no noise."""
     with contextlib.ExitStack() as stack:
         for module in modules:
-            is_dropout = isinstance(module, nn.modules.dropout._DropoutNd)
+            is_dropout = "Dropout" in type(module).__name__  # torch's, and PEFT's own (BOFT)
             for name, value in vars(module).items():
                 is_rate = isinstance(value, float) or name == "neftune_noise_alpha"  # which may be an integer
                 if is_rate and (any(word in name for word in _RANDOM) or (is_dropout and name == "p")):

@@ -237,15 +237,17 @@ class _Comparison:
         report = replace(report, found={PACKED: (distance, limits), REFILLED: (refilled, same)})
         if not on_any_process(self.trainer, not report.ok):
             return report
-        rounding = [values.distance(padded) for values in self._differently_rounded(batch)]
-        limits = Limits.of_step(self.dtype, rounding)
-        is_noise = limits.gradient == OF_NOISE
-        if is_noise:  # the order of sums on a GPU moves such a gradient, too
-            same = same._replace(gradient=OF_NOISE)
-        found = {PACKED: (distance, limits), REFILLED: (refilled, same)}
-        report = replace(report, found=found, is_zero=report.is_zero or is_noise)
-        if not on_any_process(self.trainer, not report.ok):
-            return report
+        rounding = []
+        for values in self._differently_rounded(batch):  # the second one only if the first explains too little
+            rounding.append(values.distance(padded))
+            limits = Limits.of_step(self.dtype, rounding)
+            is_noise = limits.gradient == OF_NOISE
+            if is_noise:  # the order of sums on a GPU moves such a gradient, too
+                same = same._replace(gradient=OF_NOISE)
+            found = {PACKED: (distance, limits), REFILLED: (refilled, same)}
+            report = replace(report, found=found, is_zero=report.is_zero or is_noise)
+            if not on_any_process(self.trainer, not report.ok):
+                return report
         again = self._padded(batch)
         return report if same.allow(*again.distance(padded)) else replace(report, repeated=(padded.loss, again.loss))
 
@@ -262,14 +264,14 @@ class _Comparison:
         with without_packing(self.trainer.padding.handles, on_embeddings):
             return self._values(batch, None)
 
-    def _differently_rounded(self, batch: dict[str, Any]) -> list[_Values]:
+    def _differently_rounded(self, batch: dict[str, Any]) -> Iterator[_Values]:
         """The padded step with embeddings one rounding away; in half precision also with another attention."""
-        handle = self.trainer.padding.handles[0]
-        others = [self._padded(batch, partial(_one_rounding_away, self.dtype, self.draw))]
-        if self.dtype.itemsize < 4 and (attention := other_attention(handle)) is not None:
+        yield self._padded(batch, partial(_one_rounding_away, self.dtype, self.draw))
+        attention = other_attention(self.trainer.padding.handles[0])
+        if self.dtype.itemsize < 4 and attention is not None:
             with within(attention=attention):
-                others.append(self._padded(batch))
-        return others
+                values = self._padded(batch)
+            yield values
 
     def _weights(self, is_even: bool, batch: dict[str, Any], items: tuple[dict[str, Any], ...]) -> list[float] | None:
         """
