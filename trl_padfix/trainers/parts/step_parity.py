@@ -233,13 +233,8 @@ class _Comparison:
         padded = reference if weights is None else self._padded(batch)
         forwards = self.trainer.padding.task.padded_batches(batch)
         refilled = self._padded(batch, partial(other_padding, forwards, self.draw)).distance(padded)
-        limits, same = Limits.of_step(self.dtype), Limits.of_step(lowest_dtype(self.trainer.model))
-        report = replace(report, found={PACKED: (distance, limits), REFILLED: (refilled, same)})
-        if not on_any_process(self.trainer, not report.ok):
-            return report
-        rounding = []
-        for values in self._differently_rounded(batch):  # the second one only if the first explains too little
-            rounding.append(values.distance(padded))
+        same = Limits.of_step(lowest_dtype(self.trainer.model))
+        for rounding in self._roundings(batch, padded):  # measured only as far as the fixed limits explain too little
             limits = Limits.of_step(self.dtype, rounding)
             is_noise = limits.gradient == OF_NOISE
             if is_noise:  # the order of sums on a GPU moves such a gradient, too
@@ -264,14 +259,19 @@ class _Comparison:
         with without_packing(self.trainer.padding.handles, on_embeddings):
             return self._values(batch, None)
 
-    def _differently_rounded(self, batch: dict[str, Any]) -> Iterator[_Values]:
-        """The padded step with embeddings one rounding away; in half precision also with another attention."""
-        yield self._padded(batch, partial(_one_rounding_away, self.dtype, self.draw))
+    def _roundings(self, batch: dict[str, Any], padded: _Values) -> Iterator[list[tuple[float, float]]]:
+        """
+        Differences of right steps from the `padded` one: none at first; then that with embeddings one rounding away,
+        and in half precision that with another attention.
+        """
+        yield (found := [])
+        found.append(self._padded(batch, partial(_one_rounding_away, self.dtype, self.draw)).distance(padded))
+        yield found
         attention = other_attention(self.trainer.padding.handles[0])
         if self.dtype.itemsize < 4 and attention is not None:
             with within(attention=attention):
-                values = self._padded(batch)
-            yield values
+                found.append(self._padded(batch).distance(padded))
+            yield found
 
     def _weights(self, is_even: bool, batch: dict[str, Any], items: tuple[dict[str, Any], ...]) -> list[float] | None:
         """
