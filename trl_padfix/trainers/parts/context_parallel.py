@@ -134,9 +134,8 @@ class ContextParallel(Part):
     def around_label_count(self) -> contextlib.AbstractContextManager[None]:
         """A block with accelerate's own `gather`: Trainer itself divides this label count by the group's size."""
         accelerator = self.trainer.accelerator
-        if self.group is None:
-            return contextlib.nullcontext()
-        return temporarily_set(accelerator, gather=partial(type(accelerator).gather, accelerator))
+        own = {} if self.group is None else {"gather": partial(type(accelerator).gather, accelerator)}
+        return temporarily_set(accelerator, **own)
 
 
 def _replace_ring_attention(trainer: PaddingFreeTrainer, size: int) -> None:
@@ -182,8 +181,7 @@ def _checksums(batch: dict[str, Any]) -> list[Any]:
     Two numbers for the whole-number tensors of a batch: one differs if numbers of rows, sizes or the order of tensors
     differ; the other, on the device, if values differ (except for rare collisions).
     """
-    shapes: int = 0
-    values: Any = 0
+    shapes, values = 0, torch.tensor(0)
     tensors = [x for x in batch.values() if isinstance(x, torch.Tensor) and not x.is_floating_point()]
     for i, x in enumerate(tensors, 1):
         # Sizes are multiplied by a prime that is larger than numbers of rows, so that the two do not cancel out; the
