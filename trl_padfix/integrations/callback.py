@@ -32,10 +32,9 @@ from ..core.parity.report import ParityError, ParityReport
 from ..core.remove import attachment_of, remove_padding
 from ..core.switch import is_off
 from ..trainers.checks.user_code import why_padded
-from ..trainers.distributed import models_of, splitting_parallelism
+from ..trainers.distributed import check_launch, models_of, splitting_parallelism
 from ..trainers.messages import say
 from ..trainers.metrics.token_counts import TokenCounter, report_of
-from ..trainers.parts.packing import attach_to_models
 from ..trainers.parts.parity import NOT_COMPARED, READS_PADDING, ParitySchedule, compare, first_call, print_reports
 from ..trainers.parts.part import entered
 from ..trainers.parts.saved_state import saved_state, without_noise
@@ -244,12 +243,14 @@ class PaddingRemovalCallback(TrainerCallback):
     def _attach_to(self, models: list[Any], run: _Run) -> None:
         try:
             with in_words(self.words):
-                attach_to_models(run.trainer, partial(self._remove_padding, run), models)
+                check_launch(run.trainer)
+                for model in models:
+                    self._remove_padding(run, model)
         except BaseException:
             self.remove()
             raise
 
-    def _remove_padding(self, run: _Run, model: torch.nn.Module) -> PaddingRemoval:
+    def _remove_padding(self, run: _Run, model: torch.nn.Module) -> None:
         attached = attachment_of(model)
         if attached is not None and (earlier := _attached_by.get(attached)) is not None:
             # Two callbacks may belong to one trainer, or to one training.
@@ -260,7 +261,6 @@ class PaddingRemovalCallback(TrainerCallback):
         handle.name = f"callback.handles[{len(self.handles)}]"
         self.handles.append(run.undo.enter_context(handle))
         _attached_by[handle] = self
-        return handle
 
     def _pad_steps(self, run: _Run) -> None:
         """Compute a batch padded if its loss needs states that a packed forward does not have."""

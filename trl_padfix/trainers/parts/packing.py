@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,14 +10,14 @@ from transformers import TrainingArguments
 
 from ...core.context import temporarily_set
 from ...core.errors import PaddingRemovalError
-from ...core.handle import PaddingRemoval, PrefixSharing
+from ...core.handle import PrefixSharing
 from ...core.remove import remove_padding
 from ..distributed import check_launch, is_zero, models_of
 from ..settings import prefix_sharing_with_neftune
-from .part import PaddingFreeTrainer, Part
+from .part import Part
 
 
-__all__ = ["RemovePadding", "attach_to_models"]
+__all__ = ["RemovePadding"]
 
 
 class RemovePadding(Part):
@@ -42,11 +41,13 @@ class RemovePadding(Part):
     def attach_to_models(self) -> None:
         self.restore()
         if self.settings.padding_free:
-            attach_to_models(self.trainer, self._remove_padding)
+            check_launch(self.trainer)
+            for model in models_of(self.trainer):
+                self._remove_padding(model)
         if self._compiles:
             self._compile()
 
-    def _remove_padding(self, model: torch.nn.Module) -> PaddingRemoval:
+    def _remove_padding(self, model: torch.nn.Module) -> None:
         settings = self.settings
         handle = remove_padding(
             model,
@@ -58,7 +59,6 @@ class RemovePadding(Part):
         handles = self.trainer.padding.handles
         handle.name = f"trainer.padding.handles[{len(handles)}]"
         handles.append(handle)
-        return handle
 
     def on_init_end(self) -> None:
         self._compiles = self.trainer.args.torch_compile
@@ -81,27 +81,3 @@ class RemovePadding(Part):
         for handle in reversed(self.trainer.padding.handles):
             handle.remove()
         self.trainer.padding.handles = []
-
-
-def attach_to_models(
-    trainer: PaddingFreeTrainer,
-    attach: Callable[[torch.nn.Module], PaddingRemoval],
-    models: Sequence[torch.nn.Module] | None = None,
-) -> None:
-    """
-    Attach to each model of a trainer, the policy first.
-
-    Args:
-        trainer ([`~transformers.Trainer`]):
-            The trainer.
-        attach (`Callable`):
-            Removes padding from a model, and keeps the handle: a later check may fail, and the caller then detaches.
-        models (`list`, *optional*):
-            Some of the trainer's models; by default all.
-
-    Raises:
-        ValueError, TypeError, PaddingRemovalError: For a launch or a model that cannot be packed.
-    """
-    check_launch(trainer)
-    for model in models_of(trainer) if models is None else models:
-        attach(model)
