@@ -1,6 +1,7 @@
 """The parity check of a step: it sees what depends on padding in TRL's default precision, too, and leaves nothing."""
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ from transformers import Qwen2ForCausalLM
 
 import trl_padfix
 from trl_padfix.core.errors import UnpackableCallError
+from trl_padfix.core.parity.forwards import with_gradient
+from trl_padfix.trainers.batching.balancing_loss import record_router_logits
 from trl_padfix.trainers.parts import parity, step_parity
 
 
@@ -329,6 +332,25 @@ def test_what_is_frozen_in_an_adapter_stays_frozen_in_a_step(kind, tmp_path):
     assert_same(train(trl_padfix, padding_free=True), theirs)
     assert_same(train(trl_padfix, padding_free=True, max_tokens_per_batch=BUDGETS[kind]), theirs)
     assert_other(train(trl, trains_a=True), theirs)
+
+
+def test_calls_of_another_thread_are_not_part_of_a_comparison():
+    model, rows = build_model(), {name: torch.ones(2, 4, dtype=torch.long) for name in ("input_ids", "attention_mask")}
+
+    def beside(*_):
+        ThreadPoolExecutor().submit(model, **rows).result()
+
+    def score():
+        logits = model(**rows).logits
+        logits.register_hook(beside)  # in the backward, when all embeddings have been counted
+        return logits
+
+    with_gradient(model, rows["input_ids"], score)
+    handle = trl_padfix.remove_padding(model)
+    recording = parity.first_call(model, handle), record_router_logits(model)
+    with recording[0] as call, recording[1] as routed, step_parity.without_packing([handle], lambda *_: 1 / 0):
+        beside()
+    assert [call, routed] == [{}, []]
 
 
 @pytest.mark.parametrize("alpha", [5, 5.0])

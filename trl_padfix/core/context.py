@@ -7,6 +7,7 @@ are read with [`context`], and set with [`within`].
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
@@ -18,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 
 __all__ = [
-    "Context", "ForwardRunner", "checkpoint_state", "context", "in_backward", "in_checkpoint", "outside_calls",
-    "set_until_closed", "temporarily_set", "within",
+    "Context", "ForwardRunner", "checkpoint_state", "context", "in_backward", "in_checkpoint", "of_this_thread",
+    "outside_calls", "set_until_closed", "temporarily_set", "within",
 ]  # fmt: skip
 
 
@@ -108,6 +109,12 @@ def set_until_closed(stack: ExitStack, owner: Any, name: str, value: Any) -> Non
 
     stack.callback(undo)
     setattr(owner, name, value)
+
+
+def of_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """A hook of a module that does nothing in the calls of other threads, except in a backward."""
+    thread = threading.get_ident()  # autograd recomputes forwards in threads of its own
+    return lambda *args: hook(*args) if in_backward() or threading.get_ident() == thread else None
 
 
 def in_backward() -> bool:

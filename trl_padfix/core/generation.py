@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from .model.older import CACHES
 from .model.positions import position_embeddings
 
 
-__all__ = ["evaluating", "generate", "left_align"]
+__all__ = ["generate", "left_align"]
 
 
 def left_align(
@@ -122,7 +122,11 @@ def generate(model: Any, inputs: Mapping[str, Any] | torch.Tensor, **kwargs: Any
     if isinstance(model, DistributedDataParallel):
         model = model.module
     call = dict(**({"input_ids": inputs} if isinstance(inputs, torch.Tensor) else inputs), **kwargs)
-    with evaluating(model):
+    with ExitStack() as stack:
+        # Per module: `model.train()` would also switch modules that the user keeps in evaluation mode.
+        for module in model.modules():
+            stack.callback(setattr, module, "training", module.training)
+        model.eval()
         main = "input_ids" if call.get("input_ids") is not None else "inputs_embeds"
         if model.config.is_encoder_decoder or call.get(main) is None:
             return model.generate(**call)
@@ -191,14 +195,3 @@ def _refuse_counted_columns(model: nn.Module) -> None:
         raise NotImplementedError(
             f"{type(decoder).__name__} counts the columns of the batch, padding included, {remedy}"
         )
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode until the block ends; then each module returns to its earlier mode."""
-    # Per module: `model.train()` would also switch modules that the user keeps in evaluation mode.
-    with ExitStack() as stack:
-        for module in model.modules():
-            stack.callback(setattr, module, "training", module.training)
-        model.eval()
-        yield

@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor
 
 from .anatomy import gathers_in_parts
 from .context import within
-from .generation import evaluating
 from .handle import PaddingRemoval
 from .model.inspection import TRUSTED_MIXERS, package_of, parameters_of, takes_any_argument
 
@@ -119,7 +118,8 @@ def _states(decoder: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor
             arguments["is_decoder"] = decoder.config.is_decoder
         devices = [ids.device] if ids.device.type == "cuda" else []
         unchanged = saved_modules(decoder.modules())
-        with torch.no_grad(), unchanged, _without_hooks(decoder), evaluating(decoder), torch.random.fork_rng(devices):
+        with torch.no_grad(), unchanged, _without_hooks(decoder), torch.random.fork_rng(devices):
+            decoder.eval()
             states = decoder(**arguments)[0]
     except Exception as error:
         logger.info(f"{type(decoder).__name__} was not probed ({type(error).__name__}: {error}).")

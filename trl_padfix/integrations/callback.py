@@ -24,7 +24,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from ..core.anatomy import find_decoder, find_pretrained
 from ..core.call.batch_cache import batch_cache
-from ..core.context import set_until_closed
+from ..core.context import of_this_thread, set_until_closed
 from ..core.errors import PaddingRemovalError, UnpackableCallError
 from ..core.handle import Lengths, PaddingRemoval, PaddingStats, PrefixSharing, check_multiple, check_prefix_sharing
 from ..core.parity.limits import Limits, lowest_dtype
@@ -297,7 +297,7 @@ class PaddingRemovalCallback(TrainerCallback):
             stack.enter_context(without_packing(self.handles, partial(other_padding, refilled, torch.Generator())))
             if refilled and head is not None:
                 hook = partial(_other_at_padding, inputs["attention_mask"])
-                stack.enter_context(head.register_forward_hook(hook))
+                stack.enter_context(head.register_forward_hook(of_this_thread(hook)))
             stack.enter_context(without_noise([*trainer.model.modules()]))
             stack.enter_context(saved_state(trainer))
             stack.enter_context(torch.no_grad())

@@ -21,7 +21,6 @@ from torch import nn
 from ..anatomy import differentiates_in_parts, reset_gather_order, reshard_parameters
 from ..context import context, temporarily_set, within
 from ..errors import UnpackableCallError
-from ..generation import evaluating
 from ..handle import PaddingRemoval, PaddingStats
 from ..probes import saved_modules
 from ..remove import attachment_of, remove_padding
@@ -96,7 +95,7 @@ def check_parity(
         stack.callback(reshard_parameters, model)
         stack.enter_context(torch.no_grad())
         stack.enter_context(saved_modules(model.modules()))
-        stack.enter_context(evaluating(model))
+        model.eval()
         handle = attachment_of(model)
         if handle is None:
             handle = stack.enter_context(remove_padding(model, prefix_sharing=bool(prefix_sharing)))

@@ -21,7 +21,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..anatomy import differentiates_in_parts, forward_by_name
-from ..context import within
+from ..context import of_this_thread, within
 from ..errors import PaddingRemovalError
 from ..handle import PaddingRemoval
 from ..mixers.mixers import FORKED
@@ -257,6 +257,7 @@ def with_gradient(
     """
     embedded: list[tuple[torch.Tensor, torch.Tensor]] = []
 
+    @of_this_thread
     def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor) -> torch.Tensor:
         leaf = output.detach().requires_grad_()  # cut off from the weights: these need no gradient
         embedded_ids = next(iter((*args, *kwargs.values())))  # the first argument, by position or by name

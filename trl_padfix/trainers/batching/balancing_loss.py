@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from transformers.models.mixtral import modeling_mixtral
 
 from ...core.anatomy import find_decoder
+from ...core.context import of_this_thread
 
 
 __all__ = ["RouterLogits", "balancing_loss", "balancing_term", "check_balancing_loss", "record_router_logits"]
@@ -27,9 +28,7 @@ def record_router_logits(model: PreTrainedModel) -> Iterator[list[RouterLogits]]
     """A block in which the returned list collects the router logits of each call of the model's decoder."""
     recorded: list[RouterLogits] = []
 
-    def record(decoder: Any, args: Any, output: Any) -> None:
-        recorded.append(getattr(output, "router_logits", None))
-
+    record = of_this_thread(lambda *call: recorded.append(getattr(call[-1], "router_logits", None)))
     with find_decoder(model).register_forward_hook(record):
         yield recorded
 

@@ -16,6 +16,7 @@ from accelerate.utils import gather_object
 from ...core.anatomy import find_peft, find_pretrained
 from ...core.call.arguments import DecoderInputs
 from ...core.call.layout_of import layout_of
+from ...core.context import of_this_thread
 from ...core.errors import UnpackableCallError
 from ...core.handle import PaddingRemoval
 from ...core.model.inspection import bind, parameters_of
@@ -344,37 +345,29 @@ def print_reports(trainer: PaddingFreeTrainer, reports: list[ParityReport]) -> N
             say(f"{name} ({role}): {max(compared, key=lambda report: report.maximum)}")
 
 
-def tensor_arguments(module: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """The tensors in a call of `module` by parameter name. For use in a forward hook."""
-    arguments = bind(module.forward, args, kwargs)
-    return {k: v.detach() for k, v in arguments.items() if isinstance(v, torch.Tensor)}
-
-
 @contextlib.contextmanager
 def first_call(model: torch.nn.Module, handle: PaddingRemoval) -> Iterator[dict[str, Any]]:
     """A block that records the first call of a model that `handle` packs: its tensors by name, empty until then."""
     call: dict[str, Any] = {}
     outer: dict[str, Any] = {}  # of a user's module around the model, which may need its labels
-
-    def keep_labels(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        outer.update({name: x for name, x in tensor_arguments(module, args, kwargs).items() if name == "labels"})
-
-    def keep(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        if call:  # recorded by the hook already
-            return
-        tensors = tensor_arguments(module, args, kwargs)
-        if not has_cache(kwargs) and will_pack(handle, tensors):
-            call.update(outer | tensors)
-
-    recording = Attachment()
     # A training calls the transformers model, or the PEFT model around it. PEFT before 0.21 calls only the `forward`
     # of the inner model, so that hooks of the inner model never run.
     called = find_peft(model) or find_pretrained(model)
-    around = [_Recorder(model, recording, keep_labels)] if model is not called else []
+
+    @of_this_thread
+    def keep(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        arguments = {} if call else bind(module.forward, args, kwargs)  # once: the hook and the patch may both run
+        tensors = {k: v.detach() for k, v in arguments.items() if isinstance(v, torch.Tensor)}
+        if module is not called:
+            outer.update({name: x for name, x in tensors.items() if name == "labels"})
+        elif tensors and not has_cache(kwargs) and will_pack(handle, tensors):
+            call.update(outer | tensors)
+
+    recording = Attachment()
+    recorders = [_Recorder(module, recording, keep) for module in dict.fromkeys((model, called))]
     # A hook, because ms-swift embeds images in another hook, which runs later: the patch only sees embeddings. And a
     # patch, because sentence-transformers calls `model.forward`, which runs no hooks.
-    hook = called.register_forward_pre_hook(keep, with_kwargs=True, prepend=True)
-    with hook, recording.attach([*around, _Recorder(called, recording, keep)]):
+    with called.register_forward_pre_hook(keep, with_kwargs=True, prepend=True), recording.attach(recorders):
         yield call
 
 

@@ -23,7 +23,7 @@ from torch import nn
 
 from ...core.anatomy import find_pretrained, reset_gather_order, reshard_parameters
 from ...core.call.batch_cache import on_host
-from ...core.context import temporarily_set, within
+from ...core.context import of_this_thread, temporarily_set, within
 from ...core.errors import UnpackableCallError
 from ...core.handle import PaddingRemoval, PaddingStats
 from ...core.parity.forwards import other_attention, relative_difference
@@ -354,7 +354,7 @@ def without_packing(handles: list[PaddingRemoval], on_embeddings: Callable[..., 
             stack.enter_context(number_padded_rows(handle.anatomy.pretrained) or contextlib.nullcontext())
         if on_embeddings is not None:
             embedding = handles[0].anatomy.pretrained.get_input_embeddings()
-            stack.enter_context(embedding.register_forward_hook(on_embeddings))
+            stack.enter_context(embedding.register_forward_hook(of_this_thread(on_embeddings)))
         yield
 
 
