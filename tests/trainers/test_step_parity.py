@@ -230,6 +230,7 @@ def test_a_loss_that_changes_from_call_to_call_is_said(kind, tmp_path, caplog):
 def test_a_model_may_have_an_empty_parameter_and_a_loss_of_trls_that_raises_is_named(tmp_path, caplog, monkeypatch):
     trainer = make(trl_padfix, "SFT", tmp_path, padding_free=True)
     trainer.model.empty = torch.nn.Parameter(torch.zeros(0))
+    trainer.compute_loss(trainer.model, next(iter(trainer.get_train_dataloader())))  # as in a loop of your own
     trainer.train()
     assert not any("was not compared" in line for line in our_warnings(caplog))
     monkeypatch.setattr(step_parity._Comparison, "_gradient", lambda self: 1 / 0)
@@ -340,12 +341,8 @@ def test_calls_of_another_thread_are_not_part_of_a_comparison():
     def beside(*_):
         ThreadPoolExecutor().submit(model, **rows).result()
 
-    def score():
-        logits = model(**rows).logits
-        logits.register_hook(beside)  # in the backward, when all embeddings have been counted
-        return logits
-
-    with_gradient(model, rows["input_ids"], score)
+    model.lm_head.register_full_backward_pre_hook(beside)
+    with_gradient(model, rows["input_ids"], lambda: model(**rows).logits)
     handle = trl_padfix.remove_padding(model)
     recording = parity.first_call(model, handle), record_router_logits(model)
     with recording[0] as call, recording[1] as routed, step_parity.without_packing([handle], lambda *_: 1 / 0):

@@ -32,7 +32,7 @@ from .sample import Sample
 
 
 __all__ = [
-    "Forwards", "Outcome", "Scores", "gradient_obstacle", "logits_of", "logits_of_packed", "other_attention",
+    "Forwards", "Outcome", "Scores", "logits_of", "logits_of_packed", "other_attention",
     "relative_difference", "scores_of", "with_gradient",
 ]  # fmt: skip
 
@@ -77,8 +77,12 @@ class Forwards:
 
     def compute(self, gradients: bool) -> Outcome:
         """Packed and padded, with their gradients if these are requested and can be computed."""
-        images = "all rows of a batch with images would have to be kept for them" if self.sample.has_images else None
-        obstacle = (images or gradient_obstacle(self.model) or "") if gradients else ""
+        obstacles = {
+            "all rows of a batch with images would have to be kept for them": self.sample.has_images,
+            "torch is in inference mode": torch.is_inference_mode_enabled(),
+            "FSDP or DeepSpeed hooks into the backward pass": differentiates_in_parts(self.model),
+        }
+        obstacle = next((text for text, is_there in obstacles.items() if is_there and gradients), "")
         gradients = gradients and not obstacle
         packed = self._run(self._packed, gradients)
         if packed.gradient is not None and self.handle.context_parallel is not None:
@@ -230,15 +234,6 @@ def scores_of(logits: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor, colum
     real = (mask[:, columns] * mask[:, columns + 1]).bool()
     ids = ids[:, columns + 1].clamp(max=logits.shape[-1] - 1)  # ids of image tokens may be larger than the vocabulary
     return logits.log_softmax(-1).gather(2, ids.unsqueeze(2)).squeeze(2)[real]
-
-
-def gradient_obstacle(model: nn.Module) -> str | None:
-    """Why no gradient can be computed outside of a model's training step; `None` if one can."""
-    if torch.is_inference_mode_enabled():
-        return "torch is in inference mode"
-    if differentiates_in_parts(model):
-        return "FSDP or DeepSpeed hooks into the backward pass"
-    return None
 
 
 def with_gradient(

@@ -326,6 +326,7 @@ class _Comparison:
             stack.enter_context(torch.set_grad_enabled(self.gradients))
             batch = step.like_inputs(batch)
             if self.gradients and not is_local:
+                vars(trainer).setdefault("current_gradient_accumulation_steps", 1)  # Trainer sets it in `train`
                 loss = step_on_prepared(trainer, model, batch, self.num_items)
                 return _Values(float(loss), self._gradient())
             if is_local:
