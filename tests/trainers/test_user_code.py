@@ -206,8 +206,8 @@ def test_states_that_a_hook_keeps_for_a_loss_are_those_of_the_batch(
 
     own = {"loss": {"compute_loss": compute_loss}, "step": {"training_step": around_step}}[owner]
 
-    def figures(library):
-        given = {"padding_free": True, "parity_check": False} if library is trl_padfix else {}
+    def figures(library, **given):
+        given |= {"padding_free": True} if library is trl_padfix else {}
         trainer = make(library, "SFT", tmp_path, budget=budget and library is trl_padfix, **given)
         trainer.model.get_submodule(place).register_forward_hook(keep)
         return figures_of(subclass(trainer, **own))
@@ -215,11 +215,12 @@ def test_states_that_a_hook_keeps_for_a_loss_are_those_of_the_batch(
     token_budget.logger.warning_once.cache_clear()
     assert_same(figures(trl_padfix), figures(trl))
     assert any("a hook within the model; your loss may read" in line for line in our_warnings(caplog))
+    assert not any("gets packed states" in line or "for each sub-batch" in line for line in our_warnings(caplog))
     for module in (user_code, token_budget):
         monkeypatch.setattr(module, "hook_beside_loss", lambda *args, **kwargs: None)
     monkeypatch.setattr(ModuleChanges, "check", lambda changes: None)
     with pytest.raises(IndexError, match="does not match the shape of the indexed tensor"):
-        figures(trl_padfix)
+        figures(trl_padfix, parity_check=False)
 
 
 def test_computed_in_chunks_it_has_others(monkeypatch):

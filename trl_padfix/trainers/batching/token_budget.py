@@ -125,7 +125,9 @@ class TokenBudget(Part):
                 f"{reason}, so `max_tokens_per_batch` would recompute forwards in the backward pass, which "
                 "DeepSpeed does not do. Leave `max_tokens_per_batch` out."
             )
-        if reason and hook_beside_loss(trainer) is None:  # with such a hook a batch runs padded and unsplit
+        if hook_beside_loss(trainer) is not None:  # a batch runs padded and unsplit
+            return
+        if reason:
             logger.warning_once(
                 f"`max_tokens_per_batch`: {reason}, so the loss gets the outputs of all rows of a batch. All "
                 "sub-batches of its forward except one are recomputed in the backward pass."
