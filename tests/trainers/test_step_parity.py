@@ -97,6 +97,7 @@ def assert_sees(monkeypatch, caplog, build):
         trainer = build(trl_padfix, **fields)
         assert to_the_bit(trained(trainer)) == theirs, mode
         assert "at padding" in trainer.padding.why_padded
+        assert trainer.padding.stats.padded_forwards == len(theirs)
         assert any("depends on padding" in line for line in our_warnings(caplog))
         with pytest.raises(trl_padfix.PaddingRemovalError, match="depends on padding"):
             build(trl_padfix, strict=True, **fields).train()

@@ -91,11 +91,10 @@ def temporarily_set(owner: Any, **values: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        for name in values:
-            if name in saved:
-                setattr(owner, name, saved[name])
-            else:
-                delattr(owner, name)
+        for name in values.keys() - saved.keys():
+            delattr(owner, name)
+        for name, value in saved.items():
+            setattr(owner, name, value)
 
 
 def set_until_closed(stack: ExitStack, owner: Any, name: str, value: Any) -> None:

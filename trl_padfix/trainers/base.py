@@ -313,11 +313,12 @@ class PaddingFreeMixin:
                 else:  # a subclass may have edited the batch of the outer block
                     part.check_batch(inputs)
             around = [part.around_step for part in padding.in_steps] if is_outer else []
+            handles = [h for h in padding.handles if is_outer or h.enabled]  # a padded step counts once
             stack.enter_context(temporarily_set(padding, running=step))
             # Not only for models that get labels: a loss may also use logits and completion masks.
             step.why_padded = padding.task.why_padded(inputs)
             # Within the parts: the parity check may add a reason, and others count padded calls.
-            padded = (handle.padded(step.why_padded) for handle in padding.handles if step.why_padded)
+            padded = (handle.padded(step.why_padded) for handle in handles if step.why_padded)
             with entered(block(step) for block in around), entered(padded):
                 yield step
 
