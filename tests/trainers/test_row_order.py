@@ -77,7 +77,7 @@ def test_groups_are_drawn_by_seed_and_epoch_and_stay_whole_in_batches(tmp_path):
 
 
 @pytest.mark.parametrize("is_own", [True, False])
-def test_rows_of_a_loader_of_the_users_own_are_not_left_in_its_order_in_silence(is_own, tmp_path):
+def test_rows_of_a_loader_or_sampler_of_the_users_own_are_not_ordered_in_silence(is_own, tmp_path):
     def get_train_dataloader(trainer):
         if is_own:
             return DataLoader(trainer.train_dataset, 8, collate_fn=trainer.data_collator)
@@ -88,6 +88,10 @@ def test_rows_of_a_loader_of_the_users_own_are_not_left_in_its_order_in_silence(
         trainer.train()
         return
     with pytest.raises(ValueError, match=r"`get_train_dataloader` of Own returns another one\. Call `super"):
+        trainer.train()
+    del type(trainer).get_train_dataloader
+    type(trainer)._get_train_sampler = lambda trainer, dataset=None: range(len(dataset))
+    with pytest.raises(ValueError, match=r"`group_by_prefix=True` and `Own\._get_train_sampler` both order"):
         trainer.train()
 
 

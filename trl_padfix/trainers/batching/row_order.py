@@ -22,7 +22,7 @@ from torch.utils.data import Sampler
 from transformers import TrainingArguments
 
 from ...core.anatomy import find_pretrained
-from ..checks.user_code import custom_batch_name, is_custom_collator
+from ..checks.user_code import custom_batch_name, custom_method, is_custom_collator
 from ..distributed import data_replicas, max_over_processes, trains_on_images
 from ..parts.part import Part
 from .bin_packing import RowCosts, dataset_costs, partition_equal_rows
@@ -143,6 +143,8 @@ class RowOrder(Part):
         """A data loader for training, as accelerate has prepared it, whose sampler is permuted."""
         self.has_loader = True
         trainer, is_grouped = self.trainer, bool(self.settings.group_by_prefix)
+        if is_grouped and (name := custom_method(trainer, {"_get_train_sampler"})):
+            raise ValueError(f"`group_by_prefix=True` and `{name}` both order the rows. Leave out one of the two.")
         dataset, batches = trainer.train_dataset, self._batches()
         if not isinstance(dataset, Dataset) or not (is_grouped or self._balances(dataset, batches)):
             return loader

@@ -29,8 +29,9 @@ from ..protocols import TaskTrainer
 
 
 __all__ = [
-    "custom_batch_name", "custom_loss_name", "custom_step_name", "gradient_hook_name", "hook_beside_loss",
-    "is_custom_collator", "module_hook_names", "observe_loss", "observe_user_loss", "observe_user_step", "why_padded",
+    "custom_batch_name", "custom_loss_name", "custom_method", "custom_step_name", "gradient_hook_name",
+    "hook_beside_loss", "is_custom_collator", "module_hook_names", "observe_loss", "observe_user_loss",
+    "observe_user_step", "why_padded",
 ]  # fmt: skip
 
 TRUSTED = (f"{__name__.partition('.')[0]}.", "trl.", "transformers.")
@@ -53,7 +54,7 @@ def custom_loss_name(trainer: TaskTrainer) -> str | None:
     It is a method of a subclass or a mixin, a function that was set on a class or on the
     trainer itself, or `compute_loss_func`. Looking at the class is not enough, because methods may be patched onto it.
     """
-    if name := _custom_method(trainer, LOSS_METHODS):
+    if name := custom_method(trainer, LOSS_METHODS):
         return name
     loss_function = vars(trainer).get("compute_loss_func")
     # GRPO in TRL 1.10 sets a string, which only turns a scaling off.
@@ -63,7 +64,7 @@ def custom_loss_name(trainer: TaskTrainer) -> str | None:
 def custom_batch_name(trainer: TaskTrainer) -> str | None:
     """Name of the user's code in a step that may depend on which rows share a batch; `None` if there is none."""
     methods = {"training_step", "_prepare_inputs", "get_batch_samples"}
-    return custom_loss_name(trainer) or _custom_method(trainer, methods) or gradient_hook_name(trainer)
+    return custom_loss_name(trainer) or custom_method(trainer, methods) or gradient_hook_name(trainer)
 
 
 def hook_beside_loss(trainer: TaskTrainer, inner: bool = False) -> str | None:
@@ -71,7 +72,7 @@ def hook_beside_loss(trainer: TaskTrainer, inner: bool = False) -> str | None:
     Name of a user's hook on the base model or within it (with `inner`: only within it), if a user's loss or step may
     read what the hook keeps; else `None`.
     """
-    if custom_loss_name(trainer) is None and _custom_method(trainer, {"training_step"}) is None:
+    if custom_loss_name(trainer) is None and custom_method(trainer, {"training_step"}) is None:
         return None
     modules = [*find_pretrained(trainer.model).base_model.modules()][inner:]  # the first is the base model
     hooks = (hook for m in modules for hook in m._forward_hooks.values() if not is_harmless(hook))
@@ -96,10 +97,10 @@ def custom_step_name(trainer: TaskTrainer, everywhere: bool = False) -> str | No
     classes = type(trainer).__mro__[:-1]
     ours = max(i for i, c in enumerate(classes) if c.__module__.startswith(TRUSTED[0]))
     below = [(c.__name__, vars(c)) for c in classes[ours + 1 :]]
-    return _custom_method(trainer, {"training_step"}, None if everywhere else below)
+    return custom_method(trainer, {"training_step"}, None if everywhere else below)
 
 
-def _custom_method(trainer: TaskTrainer, methods: set[str], owners: list[tuple[str, Any]] | None = None) -> str | None:
+def custom_method(trainer: TaskTrainer, methods: set[str], owners: list[tuple[str, Any]] | None = None) -> str | None:
     """Name of the first of `methods` that is a user's: on the trainer and all its classes, or on `owners`."""
     # All owners, also those with overridden methods: `super()` may call them.
     if owners is None:
