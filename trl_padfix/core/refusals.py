@@ -14,7 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from .anatomy import Anatomy
 from .attention.attention import attends_within_tokens, implementation_obstacle, is_causal
-from .mixers.mixers import DIRECT, Mixers, inherits_mixing, marks_cross_attention
+from .mixers.mixers import DIRECT, Mixers, hidden_mixing, marks_cross_attention
 from .model.inspection import forward_of, names_in, parameters_of
 from .model.views import config_of
 from .probes import change_of_earlier_states, other_modules
@@ -29,11 +29,11 @@ _VIRTUAL_TOKENS = {"PROMPT_TUNING", "P_TUNING", "MULTITASK_PROMPT_TUNING"}
 def refusal(anatomy: Anatomy) -> str | None:
     """Why a model cannot be packed with exact results: the layer or setting, and the reason; `None` if it can."""
     model, decoder = anatomy.pretrained, anatomy.decoder
-    config = config_of(decoder) or anatomy.pretrained.config
+    config, others = config_of(decoder) or model.config, other_modules(decoder)
     for peft_config in anatomy.peft_configs:
         if reason := _adapter_obstacle(peft_config):
             return f"{type(peft_config).__name__} {reason}"
-    if reason := _encoder_decoder_obstacle(anatomy):
+    if reason := _encoder_decoder_obstacle(anatomy) or next(filter(None, map(hidden_mixing, others)), None):
         return reason
     if {"start_positions", "end_positions"} <= parameters_of(type(model).forward).keys():
         return (
@@ -47,8 +47,6 @@ def refusal(anatomy: Anatomy) -> str | None:
         return f"its decoder puts `prompt_length={prompt_length}` tokens of its own before every row"
     if "patch_lengths" in parameters_of(decoder.forward):
         return "its decoder groups the tokens of a row into patches"
-    if module := next(filter(inherits_mixing, other_modules(decoder)), None):
-        return f"`{type(module).__name__}` inherits attention, and its forward does not name `attention_mask`. Add it"
     mixers = anatomy.mixers
     if not mixers.mixers:
         return f"we found no layer that mixes tokens in {type(decoder).__name__}"
@@ -60,9 +58,8 @@ def refusal(anatomy: Anatomy) -> str | None:
                 f"layer `{mixer.name}` ({type(mixer.module).__name__}) keeps its state by places in a cache, which "
                 "rows that are computed together do not have; newer versions of transformers may have fixed that"
             )
-    if reason := _direction_obstacle(anatomy) or implementation_obstacle(str(config._attn_implementation)):
-        return reason
-    return _device_obstacle(decoder)
+    reason = _direction_obstacle(anatomy) or implementation_obstacle(str(config._attn_implementation))
+    return reason or _device_obstacle(decoder)
 
 
 def _encoder_decoder_obstacle(anatomy: Anatomy) -> str | None:
@@ -85,9 +82,8 @@ def _direction_obstacle(anatomy: Anatomy) -> str | None:
     # Where a multimodal module makes the masks, each call is checked instead: its masks show what is not causal.
     if anatomy.multimodal is not None and "create_causal_mask" in names_in(type(anatomy.multimodal).forward):
         return None
-    if (evidence := _why_not_causal(decoder, config, anatomy.mixers)) is None:
-        return None
-    return f"{evidence}, and a packed batch is attended causally"
+    evidence = _why_not_causal(decoder, config, anatomy.mixers)
+    return evidence and f"{evidence}, and a packed batch is attended causally"
 
 
 def _why_not_causal(decoder: nn.Module, config: PretrainedConfig, mixers: Mixers) -> str | None:
@@ -96,8 +92,7 @@ def _why_not_causal(decoder: nn.Module, config: PretrainedConfig, mixers: Mixers
         # Cross-attention is not causal by nature; it does not run in a decoder without an encoder.
         modules = (m for m in mixer.module.modules() if not marks_cross_attention(m))
         if not all(map(is_causal, modules)):
-            layer = f"layer `{mixer.name}` ({type(mixer.module).__name__})"
-            return f"{layer} uses bidirectional or cross-attention"
+            return f"layer `{mixer.name}` ({type(mixer.module).__name__}) uses bidirectional or cross-attention"
     names = names_in(type(decoder).forward)
     # `is_decoder` is a field of all configurations, and acts in the code that reads it.
     for name, value in _bidirectional_settings(config).items():
@@ -128,7 +123,7 @@ def _adapter_obstacle(config: Any) -> str | None:
     kind = config.peft_type  # a string, or an enum of strings
     if config.is_prompt_learning and kind not in _VIRTUAL_TOKENS:
         return (
-            "puts a cache before every row, or other things that the attention mask of the batch does not show; use "
+            "puts a cache before every row, or other things that the attention mask of the batch does not show. Use "
             "LoRA, prompt tuning or p-tuning"
         )
     if getattr(config, "alora_invocation_tokens", None):

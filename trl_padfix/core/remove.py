@@ -173,10 +173,11 @@ def _refuse(model: nn.Module, anatomy: Anatomy, pool_last_token: bool) -> None:
             "(`accelerate launch`), or leave the model padded."
         )
     if (reason := refusal(anatomy)) is not None:
-        remedy = "Leave it padded (`padding_free=False` in a trainer's configuration)."
+        leave = "Or leave it padded" if ". " in reason else "Leave it padded"  # some reasons end in a remedy
+        remedy = f"{leave} (`padding_free=False` in a trainer's configuration)."
         raise PaddingRemovalError(
             f"Padding cannot be removed from {type(anatomy.pretrained).__name__}: {reason}. "
-            f"{remedy if pipeline_in(model) is None else f'Leave it padded; {ENCODERS}.'}"
+            f"{remedy if pipeline_in(model) is None else f'{leave}; {ENCODERS}.'}"
         )
     if scores_added_tokens(model):
         raise PaddingRemovalError(
@@ -196,9 +197,9 @@ def _probe(handle: PaddingRemoval) -> None:
     if change:
         raise PaddingRemovalError(
             f"Padding cannot be removed from {type(handle.anatomy.pretrained).__name__}: packed, the states of a row "
-            f"change by {change:.0e} with the row in front of it. One of its modules mixes tokens and looks as if it "
-            f"did not, among {', '.join(classes[:5])}. If the forward of that module takes `attention_mask`, it runs "
-            "row by row; or leave the model padded."
+            f"change by {change:.0e} with the row in front of it. A module combines tokens, and no parameter of its "
+            f"forward shows that. It is one of these: {', '.join(classes[:5])}. Give its forward a parameter "
+            "`attention_mask`, and the module runs row by row; or leave the model padded."
         )
 
 

@@ -29,7 +29,7 @@ from .primitives import PrimitivesPatch, chunk_of, primitives_of
 from .row_buckets import RowsPatch
 
 
-__all__ = ["DIRECT", "FORKED", "ROWS", "Mixer", "Mixers", "inherits_mixing", "marks_cross_attention", "mixes"]
+__all__ = ["DIRECT", "FORKED", "ROWS", "Mixer", "Mixers", "hidden_mixing", "marks_cross_attention", "mixes"]
 
 DIRECT, FORKED, ROWS = "direct", "forked", "rows"
 
@@ -157,10 +157,14 @@ def mixes(module: nn.Module) -> bool:
     return bool(_parameters(module) & _MIXING or primitives_of(module))
 
 
-def inherits_mixing(module: nn.Module) -> bool:
-    """Whether a superclass of a module mixes tokens by an argument that the forward of the module does not name."""
-    forwards = [vars(cls)["forward"] for cls in type(module).__mro__ if "forward" in vars(cls)]
-    return not mixes(module) and any(_MIXING & parameters_of(forward).keys() for forward in forwards[1:])
+def hidden_mixing(module: nn.Module) -> str | None:
+    """Why a module hides that it mixes tokens: its forward names no argument by which a superclass does."""
+    own, *bases = (cls for cls in type(module).__mro__ if "forward" in vars(cls))
+    found = [(base.__name__, x) for base in bases for x in parameters_of(vars(base)["forward"]) if x in _MIXING]
+    if mixes(module) or not found:
+        return None
+    base, name = min(found, key=lambda pair: pair[1] != "attention_mask")
+    return f"`{own.__name__}.forward` does not name the parameter `{name}` of `{base}.forward`. Name the parameter"
 
 
 def _parameters(module: nn.Module) -> set[str]:

@@ -147,7 +147,7 @@ class ModuleChanges:
                 "replaced module",
                 f"A {type(module).__name__} of {type(self.decoder).__name__} was added, removed or replaced after "
                 f"padding removal was attached. Only modules that were there have patches. {_ONE_ROW} Change the "
-                "model before the first step. Without a trainer, call `handle.remove()` first and attach again.",
+                "model, then make a new trainer (without a trainer: remove the handle and attach again).",
             )
 
 

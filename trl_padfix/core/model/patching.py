@@ -167,9 +167,9 @@ class ForwardPatch:
         if forward is None:
             raise PaddingRemovalError(
                 f"The forward of {type(self.module).__name__} was replaced before padding removal was attached, by "
-                f"`{name_of(below)}`, which hides the module that it calls. "
-                "If a library wraps it, attach first (`remove_padding(model)`). If the function is your own, make it "
-                f"the `forward` of a subclass of {type(self.module).__name__}."
+                f"`{name_of(below)}`, which hides the module that it calls. Set it later: between the "
+                "creation of one of our trainers and `train()`; if a library sets it, after `remove_padding(model)`. "
+                f"Or make it the `forward` of a subclass of {type(self.module).__name__}, with the same parameters."
             )
         return forward
 
