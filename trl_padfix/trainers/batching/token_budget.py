@@ -129,8 +129,8 @@ class TokenBudget(Part):
             return
         if reason:
             logger.warning_once(
-                f"`max_tokens_per_batch`: {reason}, so the loss gets the outputs of all rows of a batch. All "
-                "sub-batches of its forward except one are recomputed in the backward pass."
+                f"`max_tokens_per_batch`: {reason}, so the loss gets the outputs of all rows at once. The backward "
+                "pass then computes all sub-batches but one again."
             )
         if hooks := module_hook_names(trainer.model):
             logger.warning_once(
@@ -142,7 +142,7 @@ class TokenBudget(Part):
         """Why the loss of this trainer is not known to be a sum over rows, for any batch; `None` if it may be."""
         trainer = self.trainer
         if name := custom_loss_name(trainer) or custom_step_name(trainer):
-            return f"whether `{name}` compares rows is unknown"
+            return f"`{name}` may compare rows"
         if type(trainer.padding.task).chunk_weight is Task.chunk_weight:
             return f"TRL's loss of {type(trainer).__name__} may compare rows"
         if trainer.padding.task.balances_experts():

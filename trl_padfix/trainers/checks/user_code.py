@@ -105,11 +105,8 @@ def custom_method(trainer: TaskTrainer, methods: set[str], owners: list[tuple[st
     # All owners, also those with overridden methods: `super()` may call them.
     if owners is None:
         owners = [("trainer", vars(trainer)), *((c.__name__, vars(c)) for c in type(trainer).__mro__[:-1])]
-    for owner, members in owners:
-        for name in sorted(methods & members.keys()):
-            if not _is_trusted(members[name]):
-                return f"{owner}.{name}"
-    return None
+    found = ((owner, name, members[name]) for owner, members in owners for name in sorted(methods & members.keys()))
+    return next((f"{owner}.{name}" for owner, name, method in found if not _is_trusted(method)), None)
 
 
 def is_custom_collator(collator: object) -> bool:
