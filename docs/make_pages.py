@@ -28,7 +28,7 @@ ATTENTION = (  # a flag of TRL's model configuration
 )
 OPENING = """
 Our configurations add these fields to TRL's. Begin with [those that pay in every
-method](from_trl.md#settings-that-pay-in-every-method). If your script parses TRL's `ModelConfig`, its
+method](from_trl.md#settings-that-pay-in-every-method). With TRL's `ModelConfig`, its
 `--attn_implementation` is used.
 
 ## Fields

@@ -42,8 +42,8 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
             where it saves work. `True` also warns if a batch cannot share (with `strict`: an error), and forbids
             NEFTune. Prefer `'auto'`. Needs `padding_free`.
         padding_side (`str`, *optional*):
-            Side on which the collator pads. Default: the tokenizer's side; `'right'` for recurrent models, prompt
-            tuning and p-tuning.
+            Side on which the collator pads. Default: the tokenizer's side, but `'right'` for recurrent models,
+            prompt tuning and p-tuning.
         parity_check (`bool`, *optional*, defaults to `True`):
             Compare a few rows with and without padding in the first steps. If the model's packed results are wrong,
             the run stops. If only your loss reads padding, it continues padded and warns. Disable it to measure
