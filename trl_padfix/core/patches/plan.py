@@ -258,8 +258,8 @@ def check_call(handle: PaddingRemoval, inputs: DecoderInputs, layout: Layout) ->
         raise UnpackableCallError("statistics", reason)
     if reason := batch_obstacle(layout, inputs.prepared is not None, handle.mixers):
         raise UnpackableCallError("holes" if inputs.prepared is None else "image masks", reason)
-    hook = handle.changes and handle.changes.check()
-    if hook and handle.running_stats is handle.stats:  # not in a comparison, whose step may run padded
+    # Not in a comparison, whose step may run padded.
+    if (hook := handle.changes and handle.changes.check()) and handle.running_stats is handle.stats:
         handle.say_once(
             f"{hook} gets packed states: one row of all real tokens `(1, T, ...)`, with prefix sharing each distinct "
             f"token once, not the padded batch `(B, L, ...)`. If it needs that, hook the {type(decoder).__name__} "
