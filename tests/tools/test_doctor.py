@@ -2,6 +2,7 @@
 
 import json
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -93,7 +94,8 @@ def test_a_pair_that_is_not_tested_is_said_and_one_out_of_bounds_fails(monkeypat
     installed_version = {"transformers": "5.24.0"}.get
     monkeypatch.setattr("trl_padfix.versions.installed_version", installed_version)
     assert "stack no TRL: `remove_padding` and the callback run, no trainer" in words(doctor().output)
-    result = trl_padfix_command("stats", __file__, "--train-tokenizer", "300")
+    data = Path(__file__).parents[2] / "recipes/data/preferences/train.jsonl"
+    result = trl_padfix_command("stats", str(data), "--train-tokenizer", "300")
     assert "trl_padfix.tools.stats` needs trl <2,>=1.10, and none is installed" in result.output
     monkeypatch.setattr("trl_padfix.versions.installed_version", lambda name: {"trl": "0.9.0"}.get(name))
     result = doctor()
