@@ -145,6 +145,16 @@ def test_tokens_whose_embeddings_are_equal_by_chance_stay_apart():
         assert_same(numbers(vision, rows, "right"), expected)
 
 
+def test_images_with_equal_features_have_gradients_of_their_own():
+    """A projector that begins with zeros gives all images one feature."""
+    vision = build_vision("llava")
+    nn.init.zeros_(vision.model.model.multi_modal_projector.linear_2.weight)
+    rows = [Row((3, -1, 4, 5)), Row((3, -4, 4, 6)), Row((3, -7, 4, 7, 8))]
+    expected = alone(vision, rows)
+    with remove_padding(vision.model, prefix_sharing=True):
+        assert_same(numbers(vision, rows, "right"), expected)
+
+
 # -- the tower
 
 

@@ -155,7 +155,7 @@ def check_given(method: str, given: Given) -> str | bool | None:
         file = Path(module.replace(".", "/") + ".py") if module else _folder("trl") / "rewards/__init__.py"
         pattern = rf"\b{re.escape(function)}\b|import \*|def __get"
         if file.is_file() and not re.search(pattern, file.read_text("utf-8")):
-            raise ValueError(f"{places['reward_funcs']}: {file} has no function {function!r}. Correct the name.")
+            raise ValueError(f"{places['reward_funcs']}: {file} has no {function!r}. Correct it: `module.function`.")
     if not (values.get("dataset_name") or values.get("datasets")):
         raise ValueError(
             "No dataset: set `--dataset_name` to a folder or a Hub id, or `datasets` in a YAML (`--config`)."

@@ -73,6 +73,8 @@ def _message(error: Exception) -> str | None:
     if isinstance(error, StopIteration):  # of `datasets`
         return "a data file has no row."
     if type(error).__name__ == "SafetensorError":  # its text does not name the file
+        if "deserializ" not in str(error):
+            return f"`output_dir` cannot be written: {error}."
         return f"a .safetensors file of the model or adapter is cut off or damaged: copy it again ({error})."
     frame = traceback.extract_tb(error.__traceback__)[-1]
     is_raised = (frame.line or "").startswith("raise") and any(name in CHECKERS for name in Path(frame.filename).parts)

@@ -30,7 +30,7 @@ from .model.positions import length_dependent_ropes, position_embeddings
 
 __all__ = [
     "ENCODERS", "Anatomy", "differentiates_in_parts", "find_decoder", "find_multimodal", "find_peft",
-    "find_pretrained", "forward_by_name", "gathered_head", "gathers_in_parts", "is_peft", "outermost_pretrained",
+    "find_pretrained", "forward_by_name", "gathered_head", "gathers_in_parts", "outermost_pretrained",
     "peft_configs_in", "pipeline_in", "reset_gather_order", "reshard_parameters", "restore_attention",
     "scores_added_tokens", "set_attention",
 ]  # fmt: skip
@@ -147,14 +147,9 @@ def outermost_pretrained(model: nn.Module) -> list[PreTrainedModel]:
     return [m for m in found if m not in inside]
 
 
-def is_peft(module: nn.Module) -> bool:
-    """Whether a module is PEFT's wrapper around a transformers model."""
-    return hasattr(module, "get_base_model")
-
-
 def find_peft(model: nn.Module) -> nn.Module | None:
     """PEFT's wrapper in `model`, or `model` itself; `None` without adapters of PEFT's own."""
-    return next(filter(is_peft, model.modules()), None)
+    return next((module for module in model.modules() if hasattr(module, "get_base_model")), None)
 
 
 def peft_configs_in(model: nn.Module) -> tuple[Any, ...]:

@@ -47,7 +47,7 @@ from .switch import OFF, is_off
 logger = logging.getLogger(__name__)
 
 __all__ = [
-    "attach_runner_patch", "attachment_of", "attachments_on", "number_padded_rows", "packs_now", "remove_padding",
+    "attach_runner_patch", "attachment_of", "attachments_on", "number_padded_rows", "remove_padding",
     "take_over",
 ]  # fmt: skip
 
@@ -268,12 +268,6 @@ def attachment_of(model: nn.Module) -> PaddingRemoval | None:
     """The handle of the padding removal that is attached to `model`, if any."""
     attached = attachments_on(find_decoder(find_pretrained(model)))
     return next((attachment for attachment in attached if isinstance(attachment, PaddingRemoval)), None)
-
-
-def packs_now(model: nn.Module) -> bool:
-    """Whether calls of `model` in this thread are packed: attached, not disabled, and no hook was registered since."""
-    handle = attachment_of(model)
-    return handle is not None and handle.enabled and not handle.has_changed
 
 
 def attachments_on(decoder: nn.Module) -> list[Attachment]:

@@ -163,9 +163,22 @@ def _shared(inputs: DecoderInputs, handle: PaddingRemoval) -> Layout | None:
     if inputs.compared_ids is not None and not inputs.is_packed:  # embeddings are among the keys of the tokens
         ids = inputs.compared_ids
         keys = content_keys(inputs.arguments, ids, inputs.mask, inputs.prepared)
+        if keys is not None and inputs.embeds is not None and inputs.embeds.requires_grad and inputs.images:
+            keys = torch.cat([keys, _rows_of_equal_features(ids, inputs.embeds)])
     elif (others := _other_keys(inputs)) and ids is not None:
         keys = token_keys({"position_ids": inputs.positions, **others}, ids.shape)
     return _of_rows(inputs, handle, ids, keys)
+
+
+def _rows_of_equal_features(ids: torch.Tensor, embeds: torch.Tensor) -> torch.Tensor:
+    """
+    A key, `(1, B, L)`, that keeps tokens of rows apart where four tokens in a row have one id and equal embeddings.
+
+    A projector that begins with zeros gives all images equal features, but each image has a gradient of its own.
+    """
+    same = (embeds[:, 1:] == embeds[:, :-1]).all(2) & (ids[:, 1:] == ids[:, :-1])
+    runs = torch.nn.functional.pad(same.long(), (3, 3)).unfold(1, 3, 1).amin(2)  # of three pairs: four tokens
+    return (runs.unfold(1, 4, 1).amax(2) * torch.arange(1, len(ids) + 1, device=ids.device)[:, None]).unsqueeze(0)
 
 
 def _tree(inputs: DecoderInputs, handle: PaddingRemoval) -> Layout:

@@ -31,7 +31,7 @@ from ...core.call.batch_cache import BatchVersion
 from ...core.context import context, within
 from ...core.errors import PaddingRemovalError
 from ...core.layout.shared_prefixes import PrefixedLayout
-from ..data.batch_rows import BatchParts, ImageCounts, image_tensors, select_rows
+from ..data.batch_rows import BatchParts, ImageCounts, select_rows
 from .balancing_loss import record_router_logits
 from .bin_packing import RowSplitter
 from .merged_output import LossChecks, SubBatchOutput, merge_outputs
@@ -187,8 +187,9 @@ class PartRunner:
     def _why_whole(self, model: torch.nn.Module, call: dict[str, Any]) -> str | None:
         """Why a call cannot be split, and a remedy; `None` if it may be."""
         # For image arguments with other names it is unknown which image belongs to which row.
-        other_arguments = {k: v for k, v in call.items() if k != "inputs_embeds" and not k.startswith("pixel_")}
-        has_images = image_tensors(other_arguments) and find_multimodal(model, find_decoder(model)) is not None
+        others = (v for k, v in call.items() if k != "inputs_embeds" and not k.startswith("pixel_"))
+        has_images = any(isinstance(v, torch.Tensor) and v.is_floating_point() and v.dim() > 1 for v in others)
+        has_images = has_images and find_multimodal(model, find_decoder(model)) is not None
         if not has_images and self.splitter.can_split(call, len(call[_name_of_tokens(call)]), self.images):
             return None
         reason = "processes that shard the model meet in its vision tower, but not all of their rows have images"

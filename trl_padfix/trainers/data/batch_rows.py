@@ -20,7 +20,7 @@ from ...core.patches.heads import follow_padding
 
 
 __all__ = [
-    "PREFIXES", "BatchParts", "ImageCounts", "are_cut_by_rows", "find_images", "has_pixels", "image_tensors",
+    "PREFIXES", "BatchParts", "ImageCounts", "are_cut_by_rows", "find_images", "has_pixels",
     "numbered_images", "scored_tokens", "scores_padding", "select_rows", "split_images", "without_images",
 ]  # fmt: skip
 
@@ -94,11 +94,6 @@ def without_images(batch: Mapping[str, Any]) -> dict[str, Any]:
 def has_pixels(batch: Mapping[str, Any]) -> bool:
     """Whether a batch has images."""
     return batch.get("pixel_values") is not None
-
-
-def image_tensors(batch: Mapping[str, Any]) -> list[torch.Tensor]:
-    """Pixel values of a batch: its floating-point tensors with more than one dimension."""
-    return [v for v in batch.values() if isinstance(v, torch.Tensor) and v.is_floating_point() and v.dim() > 1]
 
 
 def split_images(batch: Mapping[str, Any], count: int, counts: ImageCounts | None) -> dict[str, Any] | None:

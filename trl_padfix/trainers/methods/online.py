@@ -52,14 +52,17 @@ class OnlineTask(Task):
         return [{"input_ids": ids, "attention_mask": mask}]
 
     def trimmed(self, batch: dict[str, Any]) -> dict[str, Any]:
-        for kind in ("prompt", "completion"):
-            width = batch[f"{kind}_mask"].shape[1]
-            used = batch[f"{kind}_mask"].any(0).nonzero().flatten().tolist()
-            # `mask_truncated_completions` masks whole completions: one column of them stays.
-            columns = slice(used[0], used[-1] + 1) if used else slice(0, 1)
-            names = [name for name in batch if name.startswith("prompt_") == (kind == "prompt")]
-            for name, value in ((name, batch[name]) for name in names if isinstance(batch[name], torch.Tensor)):
-                batch[name] = value[:, columns] if value.dim() == 2 and value.shape[1] == width else value
+        masks = [batch["prompt_mask"], batch["completion_mask"]]
+        # `mask_truncated_completions` masks whole completions: one column of them stays.
+        used = [mask.any(0).nonzero().flatten().tolist() or [0] for mask in masks]
+        kept = [[*range(columns[0], columns[-1] + 1)] for columns in used]
+        widths = [mask.shape[1] for mask in masks]
+        both = [*kept[0], *(widths[0] + column for column in kept[1])]  # of token types, of images for example
+        for name, value in batch.items():
+            if isinstance(value, torch.Tensor) and value.dim() == 2 and len(value) == len(masks[0]):
+                i = int(not name.startswith("prompt_"))
+                columns = {sum(widths): both, widths[i]: kept[i]}.get(value.shape[1])
+                batch[name] = value if columns is None else value[:, columns]
         return batch
 
     def chunk_weight(self, chunk: dict[str, Any], batch: dict[str, Any], num_items: Any) -> Any:

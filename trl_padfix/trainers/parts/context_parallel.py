@@ -107,12 +107,9 @@ class ContextParallel(Part):
     def _gather_without_duplicates(self) -> contextlib.AbstractContextManager[None]:
         """A block in which `accelerator.gather` takes one process of each group: the others have the same rows."""
         accelerator = self.trainer.accelerator
-        if self.group is None:
-            return contextlib.nullcontext()
-        gathers = {"gather": accelerator.gather}
-        if "gather_for_metrics" in vars(accelerator):  # set by a user: the class's method calls `gather`
-            gathers["gather_for_metrics"] = accelerator.gather_for_metrics
-        return temporarily_set(accelerator, **{name: self._of_groups(gather) for name, gather in gathers.items()})
+        # That for metrics only if a user has set it: the class's method calls `gather`.
+        names = {"gather", *({"gather_for_metrics"} & vars(accelerator).keys())} if self.group else ()
+        return temporarily_set(accelerator, **{n: self._of_groups(getattr(accelerator, n)) for n in names})
 
     def _of_groups(self, gather_all: Callable) -> Callable:
         """`gather_all`, reduced to the rows of one process of each group where it returns all processes."""

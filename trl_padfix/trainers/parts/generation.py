@@ -92,8 +92,10 @@ class Generation(Part):
                 evaluation.output.metrics[f"{prefix}_{name.removeprefix(f'{prefix}_')}"] = value
         if trainer.is_world_process_zero():
             name = prefix.removeprefix("eval").strip("_").replace("/", "_")  # name of one of several datasets
-            file = f"step_{trainer.state.global_step:05d}_{name}".strip("_") + ".jsonl"
-            _write(samples, Path(trainer.args.output_dir) / "generations" / file)
+            name = f"step_{trainer.state.global_step:05d}_{name}".strip("_") + ".jsonl"
+            file = Path(trainer.args.output_dir) / "generations" / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text("".join(json.dumps(s, ensure_ascii=False) + "\n" for s in samples), encoding="utf-8")
         found = {"predictions": predicted.predictions, "label_ids": predicted.label_ids}
         evaluation.output = evaluation.output._replace(**found)
 
@@ -116,8 +118,7 @@ class Generation(Part):
                 for i, prompt in enumerate(prompts):
                     ids = batch["input_ids"][i][batch["attention_mask"][i].bool()]
                     reference = tokenizer(prompt.reference, add_special_tokens=False)["input_ids"]
-                    sample = (prompt.text, ids.tolist(), rows[i, columns:].tolist(), reference)
-                    generated.append((numbers[i], sample))
+                    generated.append((numbers[i], (prompt.text, ids.tolist(), rows[i, columns:].tolist(), reference)))
         gathered = dict(gather_object(generated))
         texts, inputs, predictions, references = zip(*(gathered[i] for i in range(count)), strict=True)
         decoded = (tokenizer.batch_decode(list(ids), skip_special_tokens=True) for ids in (predictions, references))
@@ -228,12 +229,6 @@ def _prompt_of(
         **({"chat_template": chat_template} if chat_template is not None else {}),
     )
     return Prompt(rendered["prompt"], rendered["completion"], images, is_chat=True)
-
-
-def _write(samples: list[dict[str, str]], path: Path) -> None:
-    """Write samples to `path` as JSON lines; replaces the samples of an earlier evaluation of the same step."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(s, ensure_ascii=False) + "\n" for s in samples), encoding="utf-8")
 
 
 def _padded(rows: Sequence[list[int]], value: int) -> np.ndarray:

@@ -62,10 +62,6 @@ class Step:
         """Whether `compute_loss` returns `(loss, outputs)`."""
         return bool(self.arguments.get("return_outputs"))
 
-    def like_inputs(self, batch: dict[str, Any]) -> Any:
-        """Another batch in a container of the type of `inputs`, such as a `BatchEncoding`."""
-        return dict(batch) if isinstance(self.inputs, dict) else type(self.inputs)(dict(batch))
-
     @cached_property
     def batches(self) -> list[dict[str, torch.Tensor]]:
         """Ids and mask of each forward of the policy."""

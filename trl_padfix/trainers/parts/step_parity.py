@@ -324,7 +324,7 @@ class _Comparison:
             stack.enter_context(temporarily_set(padding, running=None, in_steps=(padding.budget,)))
             stack.enter_context(temporarily_set(padding.settings, max_tokens_per_batch=budget))
             stack.enter_context(torch.set_grad_enabled(self.gradients))
-            batch = step.like_inputs(batch)
+            batch = dict(batch) if isinstance(step.inputs, dict) else type(step.inputs)(dict(batch))
             if self.gradients and not is_local:
                 vars(trainer).setdefault("current_gradient_accumulation_steps", 1)  # Trainer sets it in `train`
                 loss = step_on_prepared(trainer, model, batch, self.num_items)
