@@ -22,7 +22,7 @@ from ..errors import PaddingRemovalError
 
 __all__ = [
     "TRUSTED_GRADIENT_HOOKS", "TRUSTED_HOOKS", "TRUSTED_MIXERS", "TRUSTED_MODELS", "TRUSTED_MODULES",
-    "TRUSTED_WRAPPERS", "bind", "counts_columns", "forward_of", "global_in", "globals_of",
+    "TRUSTED_WRAPPERS", "bind", "counts_columns", "forward_of", "forwards_in", "global_in", "globals_of",
     "hands_arguments_on", "is_of", "kernel_parameters", "loaded_globals", "module_of", "name_of", "names_in",
     "package_of", "parameters_of", "pools_by_token_id", "takes", "takes_any_argument", "variables_in", "with_globals",
     "without_checkpointing",
@@ -99,6 +99,11 @@ def hands_arguments_on(module: nn.Module) -> bool:
 def forward_of(module: nn.Module) -> Callable[..., Any]:
     """The forward in the class of a module, without its decorators."""
     return inspect.unwrap(type(module).forward)
+
+
+def forwards_in(module: nn.Module) -> list[Callable[..., Any]]:
+    """The forwards of a module and of modules within it, outer ones first, without scripted modules."""
+    return [forward for forward in map(forward_of, module.modules()) if inspect.isfunction(forward)]
 
 
 def names_in(function: Callable[..., Any]) -> tuple[str, ...]:

@@ -17,7 +17,6 @@ through the layers like the tensor would, and describes which keys a token leave
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +26,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from ..layout.layout import Layout, pack
-from .inspection import forward_of, global_in, name_of, names_in, takes, variables_in
+from .inspection import forwards_in, global_in, name_of, names_in, takes, variables_in
 
 
 __all__ = [
@@ -62,7 +61,7 @@ class Numbering:
     def of(cls, decoder: Any) -> Numbering:
         """The numbering of a decoder, read from the code of its modules."""
         embedding = next((m for m in decoder.modules() if _numbers_ids(m) is not None), None)
-        forwards = [f for f in map(forward_of, decoder.modules()) if inspect.isfunction(f)]  # no scripted modules
+        forwards = forwards_in(decoder)
         # `modules()` lists outer modules first: the outermost one that numbers tokens decides for those within it.
         named = [set(names_in(f)) for f in forwards if {"attention_mask", "position_ids"} <= set(variables_in(f))]
         numbering = next((names for names in named if names & {"arange", "cumsum"}), set())
