@@ -102,7 +102,7 @@ def takes_segments(implementation: str) -> bool:
     queries `(1, N, T, D)` of all segments, their keys and values `(1, K, T', D)`, gathered for each segment, no mask,
     and `max_length_q`, `max_length_k`, `scaling`, `dropout` and, for layers with a window, `sliding_window`. The last
     query of a segment sees all of its keys, and each query before it one key less. It returns the values
-    `(1, T, N, D)` and `None`.
+    `(1, T, N, D)` and `None`. Padded forwards, as in the parity check, call it without these parameters, with a mask.
     """
     if implementation in ("eager", "sdpa"):
         return False

@@ -136,8 +136,7 @@ def report_of(counters: dict[str, TokenCounter], mode: str, handle: PaddingRemov
 
 
 def _real_tokens(batches: list[dict[str, torch.Tensor]], counts: PaddingStats) -> int | torch.Tensor:
-    """The real tokens of `batches`, by their masks; without batches that name their ids those of the forwards."""
-    batches = [batch for batch in batches if "input_ids" in batch]
+    """The real tokens of `batches`, by their masks; without batches those of the forwards."""
     padded = sum(batch["input_ids"].numel() for batch in batches)
     if not batches or (counts.forwards, counts.padded_tokens) == (len(batches), padded):  # known on the host
         return counts.real_tokens

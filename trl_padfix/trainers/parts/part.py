@@ -64,8 +64,8 @@ class Step:
 
     @cached_property
     def batches(self) -> list[dict[str, torch.Tensor]]:
-        """Ids and mask of each forward of the policy."""
-        return self.task.padded_batches(self.inputs)
+        """Ids and mask of each forward of the policy, if the task names its ids as the model does."""
+        return [batch for batch in self.task.padded_batches(self.inputs) if "input_ids" in batch]
 
 
 @dataclass
