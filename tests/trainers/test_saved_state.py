@@ -47,11 +47,12 @@ def write(trainer: SimpleNamespace) -> None:
     trainer.means.append(trainer.means[0].add_(1))
     trainer.step += random.randrange(1, 9)
     trainer.model(torch.randn(4, 2)).sum().backward()
+    trainer.model.requires_grad_(False)  # PEFT changes these flags when an adapter is switched
 
 
 def state(trainer: SimpleNamespace) -> str:
     """All values, and the next random number."""
-    gradients = [parameter.grad for parameter in trainer.model.parameters()]
+    gradients = [(parameter.grad, parameter.requires_grad) for parameter in trainer.model.parameters()]
     drawn = torch.random.get_rng_state().sum(), random.getstate()
     return repr((copy.deepcopy(vars(trainer)), trainer.model.state_dict(), gradients, drawn))
 

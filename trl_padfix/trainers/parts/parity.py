@@ -306,7 +306,8 @@ def compare(
     sharded, compared = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled, len(reports)
     # GOLD's teacher has a tokenizer, and so ids, of its own. Processes that shard models compare all of them.
     most = int(inputs["input_ids"].max()) if "input_ids" in inputs and not sharded else 0
-    models = [m for m in models if getattr(find_pretrained(m).config.get_text_config(), "vocab_size", most + 1) > most]
+    sizes = (getattr(find_pretrained(m).config.get_text_config(), "vocab_size", most + 1) for m in models)
+    models = [m for m, size in zip(models, sizes, strict=True) if size > most or m is models[0]]
     for model in models:
         # Sharded weights are gathered by the hooks of the wrapper, so the check has to call the wrapped model.
         trains, unwrapped = gradients and model is models[0], trainer.accelerator.unwrap_model

@@ -31,9 +31,8 @@ def saved_state(trainer: PaddingFreeTrainer) -> Iterator[None]:
     Plain values, tensors, and containers of them are put back, except datasets. Other objects that a user's loss
     writes to are not.
     """
-    for unit in trainer.model.modules():
-        if isinstance(unit, FSDPModule):
-            unit.reshard()  # a forward without backward leaves gathered parameters, which get no gradients
+    for unit in (module for module in trainer.model.modules() if isinstance(module, FSDPModule)):
+        unit.reshard()  # a forward without backward leaves gathered parameters, which get no gradients
     modules = [m for value in vars(trainer).values() if isinstance(value, nn.Module) for m in value.modules()]
     values = {k: v for k, v in vars(trainer).items() if not (isinstance(v, nn.Module) or "dataset" in k)}
     device = trainer.args.device
@@ -55,12 +54,15 @@ def saved_state(trainer: PaddingFreeTrainer) -> Iterator[None]:
 
 @contextlib.contextmanager
 def kept_trainable(model: nn.Module) -> Iterator[None]:
-    """A block after which a model has the same trainable parameters: PEFT trains a whole adapter again once TRL's
-    reference has switched it off."""
-    flags = {parameter: parameter.requires_grad for parameter in model.parameters()}
-    yield
-    for parameter, flag in flags.items():
-        parameter.requires_grad_(flag)
+    """
+    A block after which a model has the same trainable parameters, also if it raises.
+
+    TRL computes the reference with the adapter switched off. When PEFT switches it on again, all of it is trainable.
+    """
+    with contextlib.ExitStack() as stack:
+        for parameter in model.parameters():
+            stack.callback(parameter.requires_grad_, parameter.requires_grad)
+        yield
 
 
 def _put_back_contents(value: Any, stack: contextlib.ExitStack, seen: set[int]) -> None:
@@ -83,7 +85,8 @@ def without_noise(modules: list[nn.Module]) -> Iterator[None]:
     """A block in which modules in training mode drop nothing and add no noise."""
     with contextlib.ExitStack() as stack:
         for module in modules:
-            is_dropout = "Dropout" in type(module).__name__  # torch's, and PEFT's own (BOFT)
+            # PEFT's own (BOFT) is no subclass of torch's.
+            is_dropout = isinstance(module, nn.modules.dropout._DropoutNd) or "Dropout" in type(module).__name__
             for name, value in vars(module).items():
                 is_rate = isinstance(value, float) or name == "neftune_noise_alpha"  # which may be an integer
                 if is_rate and (any(word in name for word in _RANDOM) or (is_dropout and name == "p")):
