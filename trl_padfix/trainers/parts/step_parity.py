@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from accelerate.logging import get_logger
@@ -62,6 +62,10 @@ PACKED, REFILLED = "off by", "with other tokens at padding off by"
 
 SAMPLED = 65536
 """Maximum number of compared entries in the gradient of a parameter."""
+
+
+_Weighted: TypeAlias = list[tuple[float, dict[str, Any]]]
+"""Batches, and their weights in a loss."""
 
 
 class _Values(NamedTuple):
@@ -133,7 +137,7 @@ def check_step(trainer: PaddingFreeTrainer, step: Step, *, gradients: bool) -> S
 
     If the loss is a sum over rows with known weights, the step must be the sum of the steps of each row alone. For any
     other loss it must be the padded step, and that step must not change with the tokens at padding. If a fixed limit
-    is exceeded, rounding is measured: by padded steps with embeddings one rounding away and, in half precision, with
+    is exceeded, rounding is measured: by that step with embeddings one rounding away and, in half precision, with
     another attention function.
 
     Metrics, plain attributes of the trainer, buffers, gradients and random states are put back.
@@ -207,9 +211,11 @@ class _Comparison:
         """
         weights = self._weights(is_even, batch, items)
         compared = counted(len(items), self.trainer.padding.task.item)
+        whole = [(1.0, batch)]
+        compared_with = whole if weights is None else list(zip(weights, items, strict=True))
         reference = _Values(math.nan, None)
         try:
-            reference = self._padded(batch) if weights is None else self._rows_alone(items, weights)
+            reference = self._padded(compared_with)
         except Exception as error:  # a loss may need a whole batch
             if custom_loss_name(self.trainer) is None:  # the caller warns of a user's loss
                 logger.warning(f"The loss was not compared with its padded value: on a few rows it raises {error!r}.")
@@ -230,11 +236,13 @@ class _Comparison:
             return report
         # Rounding may hide how rows depend on one another. Tokens at padding change no real token, unless
         # a module or the loss reads it: these two steps run the same kernels on the same shapes.
-        padded = reference if weights is None else self._padded(batch)
+        padded = reference if weights is None else self._padded(whole)
         forwards = self.trainer.padding.task.padded_batches(batch)
-        refilled = self._padded(batch, partial(other_padding, forwards, self.draw)).distance(padded)
+        refilled = self._padded(whole, partial(other_padding, forwards, self.draw)).distance(padded)
         same = Limits.of_step(lowest_dtype(self.trainer.model))
-        for rounding in self._roundings(batch, padded):  # measured only as far as the fixed limits explain too little
+        # Measured only as far as fixed limits explain too little, and on rows alone if they are the reference: they
+        # are fewer tokens than the padded batch.
+        for rounding in self._roundings(compared_with, reference):
             limits = Limits.of_step(self.dtype, rounding)
             is_noise = limits.gradient == OF_NOISE
             if is_noise:  # the order of sums on a GPU moves such a gradient, too
@@ -243,7 +251,7 @@ class _Comparison:
             report = replace(report, found=found, is_zero=report.is_zero or is_noise)
             if not on_any_process(self.trainer, not report.ok):
                 return report
-        again = self._padded(batch)
+        again = self._padded(whole)
         return report if same.allow(*again.distance(padded)) else replace(report, repeated=(padded.loss, again.loss))
 
     def _as_configured(self, batch: dict[str, Any]) -> _Values:
@@ -254,23 +262,28 @@ class _Comparison:
             budget = min(budget, max(longest, sum(ordered[:2]) if len(ordered) > 2 else longest))
         return self._values(batch, budget)
 
-    def _padded(self, batch: dict[str, Any], on_embeddings: Callable[..., Any] | None = None) -> _Values:
-        """The step without padding removal, perhaps with a forward hook on the embeddings of the model."""
-        with without_packing(self.trainer.padding.handles, on_embeddings):
-            return self._values(batch, None)
-
-    def _roundings(self, batch: dict[str, Any], padded: _Values) -> Iterator[list[tuple[float, float]]]:
+    def _padded(self, batches: _Weighted, on_embeddings: Callable[..., Any] | None = None) -> _Values:
         """
-        Differences of right steps from the `padded` one: none at first; then that with embeddings one rounding away,
+        The weighted sum of the steps on `batches` without padding removal, perhaps with a forward hook on the
+        embeddings of the model.
+        """
+        with without_packing(self.trainer.padding.handles, on_embeddings):
+            steps = [(weight, self._values(batch, None)) for weight, batch in batches]
+        gradients = [weight * step.gradient for weight, step in steps if step.gradient is not None]
+        return _Values(sum(weight * step.loss for weight, step in steps), sum(gradients) if gradients else None)
+
+    def _roundings(self, batches: _Weighted, reference: _Values) -> Iterator[list[tuple[float, float]]]:
+        """
+        Differences of right steps from the `reference`: none at first; then that with embeddings one rounding away,
         and in half precision that with another attention.
         """
         yield (found := [])
-        found.append(self._padded(batch, partial(_one_rounding_away, self.dtype, self.draw)).distance(padded))
+        found.append(self._padded(batches, partial(_one_rounding_away, self.dtype, self.draw)).distance(reference))
         yield found
         attention = other_attention(self.trainer.padding.handles[0])
         if self.dtype.itemsize < 4 and attention is not None:
             with within(attention=attention):
-                found.append(self._padded(batch).distance(padded))
+                found.append(self._padded(batches).distance(reference))
             yield found
 
     def _weights(self, is_even: bool, batch: dict[str, Any], items: tuple[dict[str, Any], ...]) -> list[float] | None:
@@ -289,13 +302,6 @@ class _Comparison:
         # Losses gather metrics, so processes compute equally many steps; a hook may be on one of them only.
         is_sum = is_even and all(weight is not None for weight in weights)
         return None if on_any_process(self.trainer, not is_sum) else [float(weight) for weight in weights]
-
-    def _rows_alone(self, items: tuple[dict[str, Any], ...], weights: list[float]) -> _Values:
-        """The weighted sum of the steps of each item by itself."""
-        steps = [self._padded(item) for item in items]
-        loss = sum(weight * step.loss for weight, step in zip(weights, steps, strict=True))
-        gradients = [w * step.gradient for w, step in zip(weights, steps, strict=True) if step.gradient is not None]
-        return _Values(loss, torch.stack(gradients).sum(0) if gradients else None)
 
     def _values(self, batch: dict[str, Any], budget: int | None) -> _Values:
         """
