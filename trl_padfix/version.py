@@ -1,3 +1,3 @@
 """The version of the package, which the build reads from this file."""
 
-__version__ = "1.0.0rc1"
+__version__ = "1.0.0rc2.dev0"
