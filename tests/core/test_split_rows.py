@@ -120,6 +120,13 @@ def test_a_label_is_scored_where_its_token_is_computed():
         )
 
 
+def test_processes_with_other_batches_get_an_error(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda extremes, *_, **__: extremes.fill_(1))
+    with remove_padding(build("qwen2")) as handle, pytest.raises(ValueError, match="given different batches"):
+        handle.context_parallel = Group(None, 0, 2)
+        handle.decoder(torch.ones(2, 5, dtype=torch.int64), attention_mask=torch.ones(2, 5))
+
+
 def test_fewer_heads_of_a_recurrence_than_processes_are_an_error_on_each_of_them():
     for cp_layout in cp_layout_of(LAYOUT, 5):
         convolution = with_context_parallel("causal_conv1d_fn", lambda hidden_states, weight: None, cp_layout)

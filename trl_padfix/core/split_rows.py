@@ -33,7 +33,7 @@ def split_rows(handle: PaddingRemoval, group: ProcessGroup | None = None) -> Non
             The processes. Defaults to all of them.
 
     Raises:
-        ValueError: If there are fewer heads than processes.
+        ValueError: If there are fewer heads than processes. Calls raise it if processes have different batches.
         PaddingRemovalError: If a module of the model does not support context parallelism; the message names it.
 
     Example:

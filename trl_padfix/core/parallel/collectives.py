@@ -77,9 +77,16 @@ class Group:
         distributed.all_reduce(x, group=self.group)
         return x / self.size
 
-    def all_equal(self, numbers: Sequence[int | torch.Tensor], device: torch.device | str) -> bool:
-        """Whether all processes have the same integers, which may be tensors on `device`. The host waits."""
-        local = torch.stack([torch.as_tensor(n, device=device) for n in numbers])
+    def all_equal(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether all processes have the same tensors of integers, but for rare collisions. The host waits."""
+        # Checksums: one differs if sizes or the order of tensors differ; the other, on the device, if values differ.
+        shapes, values = 0, tensors[0].new_zeros((), dtype=torch.int64)
+        for i, x in enumerate(tensors, 1):
+            # Sizes are multiplied by a prime that is larger than numbers of rows, so that the two do not cancel out.
+            shapes += i * (len(x) + 65_537 * x.numel())
+            # Weights by position, within a tensor and (`* 3`) among tensors. int64 may overflow, equally on all.
+            values = values * 3 + (x.flatten().long() * (torch.arange(x.numel(), device=x.device) + 1)).sum()
+        local = torch.stack([torch.full_like(values, shapes), values])
         # One all-reduce(MAX) of x and -x gives maximum and minimum: all processes agree if these are equal.
         extremes = torch.cat([local, -local])
         distributed.all_reduce(extremes, distributed.ReduceOp.MAX, group=self.group)

@@ -119,6 +119,13 @@ class CallPlanner:
             if inputs.arguments.get("use_cache") is False:
                 self._match_other_processes(inputs.arguments)
             return None
+        if (group := handle.context_parallel) is not None:  # or collectives would hang, or mix up two batches
+            compared = [layout.positions, *(x for x in (inputs.any_ids, inputs.mask) if x is not None)]
+            if not group.all_equal(compared):
+                raise ValueError(
+                    f"The {group.size} processes that share packed rows were given different batches. Give them the "
+                    "same one; with `cp_size`, shuffle with one seed, and leave dispatching to accelerate."
+                )
         tokens = handle.tokens_of(layout)
         # With prefix sharing, on a CPU, a row has the same bits in all batches, also without a shared prefix.
         has_fixed_order = bool(handle.prefix_sharing) and layout.positions.device.type == "cpu"

@@ -12,7 +12,7 @@ would draw its own completions, and the run would hang when their lengths differ
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -76,27 +76,8 @@ class ContextParallel(Part):
     def acts_in_steps(self) -> bool:
         return self.group is not None
 
-    @contextlib.contextmanager
-    def around_step(self, step: Step) -> Iterator[None]:
-        self.check_batch(step.inputs)
-        with self._gather_without_duplicates():
-            yield
-
-    def check_batch(self, batch: dict[str, Any]) -> None:
-        """
-        Compare the batch with the batches of the other processes of the group: collectives would hang if they differ.
-
-        This costs one small reduction in each step, for which the host waits.
-
-        Raises:
-            ValueError: If the processes of the group have different ids, masks or labels; raised on each of them.
-        """
-        group = self.group
-        if group is not None and not group.all_equal(_checksums(batch), self.trainer.accelerator.device):
-            raise ValueError(
-                f"The {group.size} processes that share packed rows (`cp_size`) were given different batches. "
-                "Shuffle with one seed on all of them, and leave the dispatching of batches to accelerate."
-            )
+    def around_step(self, step: Step) -> contextlib.AbstractContextManager[None]:
+        return self._gather_without_duplicates()
 
     def around_ref_logps(self) -> contextlib.AbstractContextManager[None]:
         return self._gather_without_duplicates()
@@ -171,21 +152,3 @@ def _obstacle(trainer: PaddingFreeTrainer) -> str | None:
             "with FSDP2."
         )
     return None
-
-
-def _checksums(batch: dict[str, Any]) -> list[Any]:
-    """
-    Two numbers for the whole-number tensors of a batch: one differs if numbers of rows, sizes or the order of tensors
-    differ; the other, on the device, if values differ (except for rare collisions).
-    """
-    shapes, values = 0, torch.tensor(0)
-    tensors = [x for x in batch.values() if isinstance(x, torch.Tensor) and not x.is_floating_point()]
-    for i, x in enumerate(tensors, 1):
-        # Sizes are multiplied by a prime that is larger than numbers of rows, so that the two do not cancel out; the
-        # position `i` distinguishes orders.
-        shapes += i * ((len(x) if x.dim() else 1) + 65_537 * x.numel())
-        # Weights by position, within a tensor and (`* 3`) among tensors: swapped values have another checksum. int64
-        # may overflow, which is the same on all processes.
-        weights = torch.arange(x.numel(), device=x.device) + 1
-        values = values * 3 + (x.flatten().long() * weights).sum()
-    return [shapes, values]

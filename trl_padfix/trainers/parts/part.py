@@ -249,9 +249,6 @@ class Part:
         """A block around the forwards of a batch; `step.result` is set when the block ends."""
         return contextlib.nullcontext()
 
-    def check_batch(self, batch: dict[str, Any]) -> None:
-        """Check the batch of a step, and one that a subclass has edited within it."""
-
     def around_user_step(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
         """A block around a user's `training_step`."""
         return contextlib.nullcontext()
