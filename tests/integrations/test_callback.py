@@ -115,6 +115,13 @@ def test_without_the_trainer_the_policy_alone_is_packed_and_a_warning_says_so(bf
         train(tmp_path, callbacks=[PaddingRemovalCallback(prefix_sharing=True)], attach=False, **given)
 
 
+def test_the_line_of_the_first_step_leaves_out_an_evaluation_before_it(tmp_path, capsys):
+    for at_start in (False, True):
+        train(tmp_path, callbacks=[PaddingRemovalCallback(parity_check=False)], eval_on_start=at_start)
+    first, second = (line for line in capsys.readouterr().out.splitlines() if "First step: " in line)
+    assert first == second
+
+
 class ReadsPadding(Margins):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
@@ -125,9 +132,8 @@ class ReadsPadding(Margins):
 
 @pytest.mark.parametrize("equal", [0, 8])
 def test_a_loss_that_reads_padding_runs_padded(equal, tmp_path, caplog):
-    rows = Dataset.from_list(
-        [build_ids(1)[0]] * equal + [*build_ids(24, begin=BEGIN)]
-    )  # the first batches may have no padding
+    # The first batches may have no padding.
+    rows = Dataset.from_list([build_ids(1)[0]] * equal + [*build_ids(24, begin=BEGIN)])
     theirs, _ = train(tmp_path / "theirs", ReadsPadding, train_dataset=rows)
     callback = PaddingRemovalCallback()
     with caplog.at_level("WARNING"):

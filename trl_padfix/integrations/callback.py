@@ -381,14 +381,13 @@ class PaddingRemovalCallback(TrainerCallback):
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self._run is None:
             return
-        self._count(self._run, "train")
+        stats = self._count(self._run, "train")
         if self._run.phase != STEPPED and not is_off():  # `TRL_PADFIX_OFF` has a message of its own
-            self._report_first_step(self._run)
+            self._report_first_step(self._run, stats)
         self._run.phase = STEPPED
 
-    def _report_first_step(self, run: _Run) -> None:
+    def _report_first_step(self, run: _Run, stats: PaddingStats) -> None:
         """Print how many tokens of the first step were computed, or warn that nothing was packed or compared."""
-        stats = self.handles[0].stats
         if not stats.forwards:
             why = self.handles[0].why_unpacked()
             logger.warning(f"Nothing was packed in the first step, so no padding was removed: {why}.")
@@ -410,12 +409,14 @@ class PaddingRemovalCallback(TrainerCallback):
             self._run.mode = "eval"
             self._count(self._run, "eval")
 
-    def _count(self, run: _Run, mode: str) -> None:
+    def _count(self, run: _Run, mode: str) -> PaddingStats:
+        """Add the forwards since the last call to the counters of a mode, and return their counts."""
         counts = copy(self.handles[0].stats)
         new = counts - run.counted
         # A callback has no batches: it takes the real tokens from the forwards.
         run.counters[mode].add(new.real_tokens, new, run.trainer)
         run.counted = counts
+        return new
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
         if self._run is None or logs is None:

@@ -57,6 +57,9 @@ logger = get_logger(__name__)
 ITEMS = 4
 """Rows (pairs) of a batch that are compared: short ones, and one of at least twice the length of the shortest."""
 
+REFILLED_ITEMS = 3
+"""Those of them that run with other tokens at padding: with fewer long rows, this padded batch is much smaller."""
+
 PACKED, REFILLED = "off by", "with other tokens at padding off by"
 """The differences of a step as configured, and of a padded step, with other tokens at padding."""
 
@@ -169,7 +172,10 @@ def check_step(trainer: PaddingFreeTrainer, step: Step, *, gradients: bool) -> S
 
 
 def _few_items(trainer: PaddingFreeTrainer, inputs: Any) -> list[dict[str, Any]]:
-    """The batch of a few short items of different lengths, and the batch of each; empty if it cannot be cut."""
+    """
+    The batch of a few short items of different lengths, that of the first [`REFILLED_ITEMS`] of them, and that of each
+    alone; empty if the batch cannot be cut.
+    """
     task = trainer.padding.task
     forwards = task.padded_batches(inputs)
     ids, mask = (forwards[0].get(name) for name in ("input_ids", "attention_mask")) if forwards else (None, None)
@@ -186,10 +192,11 @@ def _few_items(trainer: PaddingFreeTrainer, inputs: Any) -> list[dict[str, Any]]
     # A loss may read padding at one end only: of prompts, or of completions.
     edges = (m.long().argmax(1).view(of_item, -1).T.tolist() for m in (mask, mask.flip(1)))
     others = [next((item for item in by_length if edge[item] != edge[first]), first) for edge in edges]
-    items = sorted([*dict.fromkeys([first, *others, *by_length])][:ITEMS])
+    chosen = [*dict.fromkeys([first, *others, *by_length])][:ITEMS]
+    items, few = sorted(chosen), sorted(chosen[:REFILLED_ITEMS])
     scored = scored_tokens(inputs)
     needed = mask.bool() if scored is None else mask.bool() | scored
-    parts = BatchParts.of_items([items, *([item] for item in items)], needed, of_item, images)
+    parts = BatchParts.of_items([items, few, *([item] for item in items)], needed, of_item, images)
     return [task.trimmed(batch) for batch in parts.of(inputs)]
 
 
@@ -203,16 +210,18 @@ class _Comparison:
         # Of its own: the random numbers of a user's loss are the same in all steps.
         self.draw = torch.Generator().manual_seed(0)
 
-    def report(self, is_even: bool, batch: dict[str, Any], *items: dict[str, Any]) -> StepReport | None:
+    def report(
+        self, is_even: bool, batch: dict[str, Any], few: dict[str, Any], *items: dict[str, Any]
+    ) -> StepReport | None:
         """
         Compare the steps on `batch`.
 
-        `items` are the batches of its rows (pairs); `is_even`: whether all processes have equally many.
+        `few` is the batch of some of its rows (pairs), and `items` are those of each; `is_even`: whether all processes
+        have equally many.
         """
         weights = self._weights(is_even, batch, items)
         compared = counted(len(items), self.trainer.padding.task.item)
-        whole = [(1.0, batch)]
-        compared_with = whole if weights is None else list(zip(weights, items, strict=True))
+        compared_with = [(1.0, batch)] if weights is None else list(zip(weights, items, strict=True))
         reference = _Values(math.nan, None)
         try:
             reference = self._padded(compared_with)
@@ -236,9 +245,10 @@ class _Comparison:
             return report
         # Rounding may hide how rows depend on one another. Tokens at padding change no real token, unless
         # a module or the loss reads it: these two steps run the same kernels on the same shapes.
-        padded = reference if weights is None else self._padded(whole)
-        forwards = self.trainer.padding.task.padded_batches(batch)
-        refilled = self._padded(whole, partial(other_padding, forwards, self.draw)).distance(padded)
+        padded_few = partial(self._padded, [(1.0, few)])
+        padded = padded_few()
+        forwards = self.trainer.padding.task.padded_batches(few)
+        refilled = padded_few(partial(other_padding, forwards, self.draw)).distance(padded)
         same = Limits.of_step(lowest_dtype(self.trainer.model))
         # Measured only as far as fixed limits explain too little, and on rows alone if they are the reference: they
         # are fewer tokens than the padded batch.
@@ -251,7 +261,7 @@ class _Comparison:
             report = replace(report, found=found, is_zero=report.is_zero or is_noise)
             if not on_any_process(self.trainer, not report.ok):
                 return report
-        again = self._padded(whole)
+        again = padded_few()
         return report if same.allow(*again.distance(padded)) else replace(report, repeated=(padded.loss, again.loss))
 
     def _as_configured(self, batch: dict[str, Any]) -> _Values:
