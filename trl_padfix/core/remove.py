@@ -2,8 +2,8 @@
 `remove_padding`: let the decoder of a model compute real tokens only.
 
 The forward of the decoder is wrapped. The wrapper packs the arguments of a padded call into one row of real tokens and
-unpacks its hidden states to `(B, L, H)`, so that trainers and losses see no difference. In a packed batch it keeps the
-sequences apart. Calls with a cache run unchanged.
+unpacks its hidden states to `(B, L, H)`, so that trainers and losses see no difference. In a pre-packed batch it keeps
+the sequences apart. Calls with a cache run unchanged.
 
 The layout travels through the decoder in the keyword arguments of its layers. Gradient checkpointing keeps these
 arguments, so it recomputes each layer with the layout of its own forward.
@@ -68,7 +68,7 @@ def remove_padding(
     either padding side, with any attention implementation. It returns the outputs of the padded call, with zeros at
     padding, and no cache.
 
-    A call without a mask is a packed batch if its `position_ids` restart within a row, or if it has `cu_seq_lens_q`.
+    A call without a mask is a pre-packed batch if `position_ids` restart within a row, or if it has `cu_seq_lens_q`.
     Its sequences are kept apart with any attention implementation, without a mask of shape `(T, T)`.
 
     Generation, and calls with a cache or `use_cache=True`, run unchanged. Nothing is stored in the config or in
@@ -192,7 +192,7 @@ def _refuse(model: nn.Module, anatomy: Anatomy, pool_last_token: bool) -> None:
 
 
 def _probe(handle: PaddingRemoval) -> None:
-    """Raise a [`PaddingRemovalError`] if a row of a packed batch depends on the row in front of it."""
+    """Raise a [`PaddingRemovalError`] if a row of a pre-packed batch depends on the row in front of it."""
     change, classes = change_beside_another_row(handle)
     if change:
         raise PaddingRemovalError(

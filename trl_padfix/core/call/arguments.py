@@ -60,7 +60,7 @@ class DecoderInputs:
         positions (`torch.Tensor` of shape `(B, L)`, `(1, L)` or `(P, B, L)`, *optional*):
             Positions.
         cu_seqlens (`torch.Tensor` of shape `(S + 1,)`, *optional*):
-            Where the sequences of a packed batch begin and end.
+            Where the sequences of a pre-packed batch begin and end.
         is_packed (`bool`):
             Whether the batch arrives packed, with several sequences per row.
         compared_ids (`torch.Tensor` of shape `(B, L)`, *optional*):

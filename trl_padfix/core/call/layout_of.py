@@ -106,7 +106,7 @@ def _builder_of(
         return _of_rows
     by_embeddings = inputs.compared_ids is not None and not inputs.is_packed
     obstacle = None if by_embeddings else _sharing_obstacle(inputs)
-    # `positions` show where the sequences of a packed batch begin, so they cannot hold other keys as well.
+    # `positions` show where the sequences of a pre-packed batch begin, so they cannot hold other keys as well.
     if obstacle is None and not (inputs.is_packed and _other_keys(inputs)):
         return _shared
     if handle.prefix_sharing is True and obstacle is not None:

@@ -123,7 +123,7 @@ def packed_layout(
     position_ids: torch.Tensor, *, cu_seqlens: torch.Tensor | None = None, input_ids: torch.Tensor | None = None
 ) -> Layout:
     """
-    Layout of a packed batch: each row holds several sequences, one after the other, without padding.
+    Layout of a pre-packed batch: each row holds several sequences, one after the other, without padding.
 
     Args:
         position_ids (`torch.Tensor` of shape `(B, L)`):

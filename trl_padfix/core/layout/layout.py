@@ -58,7 +58,7 @@ class Layout:
         packed_index (`torch.Tensor` of shape `(T,)`):
             Index of each packed token in the flattened batch; for a shared token the index in one of its rows.
         positions (`torch.Tensor` of shape `(T,)`):
-            Position of each packed token in its row (in a packed batch: in its sequence), counted from the first real
+            Position of each packed token in its row (pre-packed batch: in its sequence), counted from the first real
             token. Masked tokens in between count.
         key_index (`torch.Tensor` of shape `(sum of keys,)`, *optional*):
             Packed tokens that are the keys of the segments, segment after segment (TRL: `tree_kv_index`). `None` if
@@ -196,7 +196,7 @@ class Layout:
         """Whether the batch has neither padding nor shared prefixes, so that packing would change nothing."""
         if self.filler is not None:
             return False  # the batch itself differs in shape from the packed rows of a run
-        # In a packed batch a row without padding may have several segments, which must be kept apart.
+        # In a pre-packed batch a row without padding may have several segments, which must be kept apart.
         return self.packed_tokens == self.padded_tokens and len(self.queries.lengths) == self.batch_shape[0]
 
     @property

@@ -56,8 +56,8 @@ def check_parity(
             Causal language model, reward model or embedding model, or a wrapper around one. For a user's wrapper, the
             model inside it is compared; for a model with a user's forward, its decoder.
         batch (`dict`):
-            `input_ids` and `attention_mask`, both of shape `(B, L)`; for a packed batch `input_ids` and `position_ids`
-            (and `cu_seq_lens_q`, if the batch has it). Other entries are used by multimodal models only.
+            `input_ids` and `attention_mask`, both of shape `(B, L)`; for a pre-packed batch `input_ids` and
+            `position_ids` (and `cu_seq_lens_q`, if the batch has it). Other entries are for multimodal models only.
         prefix_sharing (`bool`, *optional*):
             Mode for a model without padding removal. A model with padding removal is compared in its own mode.
         dtype (`torch.dtype`, *optional*):

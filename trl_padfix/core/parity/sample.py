@@ -124,7 +124,7 @@ def _with_mask(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def padded_batch(batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and mask `(B, L)` of a batch; the sequences of a packed batch are its rows."""
+    """Ids and mask `(B, L)` of a batch; the sequences of a pre-packed batch are its rows."""
     if _is_packed(batch):
         layout = packed_layout(batch["position_ids"], cu_seqlens=batch.get("cu_seq_lens_q"))
         rows = batch["input_ids"].flatten().split(layout.queries.lengths)
