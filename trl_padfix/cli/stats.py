@@ -15,8 +15,8 @@ __all__ = ["stats"]
 
 
 def stats(
-    data: Annotated[str, Argument(help="Hub id, folder, .jsonl, .json.gz, .csv or .parquet.")],
-    tokenizer: Annotated[str | None, Option(help="Id or path of the tokenizer.")] = None,
+    data: Annotated[str, Argument(help="Hub id, folder, .jsonl, .json.gz, .csv or .parquet; DPO, KTO, SFT columns.")],
+    tokenizer: Annotated[str | None, Option(help="Tokenizer's id or path. Give this or --train-tokenizer.")] = None,
     train_tokenizer: Annotated[
         int | None,
         Option(min=300, max=10**6, help="Train a BPE tokenizer of this size on the data instead."),
