@@ -27,9 +27,9 @@ ATTENTION = (  # a flag of TRL's model configuration
     '`None`: transformers chooses. For parts of a vision model: `{"text_config": "sdpa", "vision_config": "eager"}`.'
 )
 OPENING = """
-Our configurations add these fields to TRL's. Begin with [those that pay in every
-method](from_trl.md#settings-that-pay-in-every-method). With TRL's `ModelConfig`, its
-`--attn_implementation` is used.
+Our configurations add these fields to TRL's. Begin with [those that save
+work](from_trl.md#settings-that-save-work). On the command line, `--attn_implementation` is a flag of TRL's
+`ModelConfig`.
 
 ## Fields
 """
@@ -75,8 +75,8 @@ METRICS = """
 | `padfix/pad_fraction` | padding / tokens of the padded batches (with a token budget: of the sub-batches) |
 | `padfix/shared_fraction` | repeated prefix tokens / real tokens |
 | `padfix/filler_fraction` | filler / computed tokens (with `packed_multiple_of`) |
-| `padfix/padded_forwards` | calls that ran padded (a padded step: one per model); the log has each reason once |
-| `padfix/auto_shared` | share of the forwards that used shared prefixes (with `prefix_sharing="auto"`) |
+| `padfix/padded_forwards` | calls that ran padded (in a padded step, one per model); the log gives each reason once |
+| `padfix/auto_shared` | fraction of forwards that shared prefixes (with `prefix_sharing="auto"`) |
 | `perf/tokens_per_second` | real tokens per second of wall time, with data loading, optimizer and generation |
 
 The fractions cover only packed forwards. In evaluation, each name begins with `eval_`.

@@ -27,7 +27,7 @@ def of_text(text: str) -> Iterator[str]:
                 yield re.split(r"[ \t]{2,}", part)[0]
 
 
-PAGES = [ROOT / "README.md", *(ROOT / "docs/guides").glob("*.md")]
+PAGES = [ROOT / "README.md", ROOT / "docs/from_trl.md", *(ROOT / "docs/guides").glob("*.md")]
 COMMANDS = sorted({command for page in PAGES for command in of_text(page.read_text())})
 TINY = {  # what stands for what a test has not: the Hub, a GPU, time
     r"Qwen/Qwen2\.5-[\w.]+-Instruct": "model",

@@ -1,9 +1,9 @@
 """The examples of the README run, and its figures are measured. Commands: `test_printed_commands.py`, `.ci/run`."""
 
-import doctest
 import json
 import re
 import shlex
+from doctest import ELLIPSIS, NORMALIZE_WHITESPACE, OutputChecker
 from pathlib import Path
 
 import torch
@@ -12,9 +12,9 @@ from kit.commands import trl_padfix_command
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-SPEED = (ROOT / "docs/speed.md").read_text()
+SPEED, FROM_TRL = ((ROOT / f"docs/{page}.md").read_text() for page in ("speed", "from_trl"))
 BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-COMMAND, PRINTED = re.search(r"```bash\ntrl-padfix (stats .*)\n```\s+```text\n(.*?)```", README, re.DOTALL).groups()
+COMMAND, PRINTED = re.search(r"```bash\ntrl-padfix (stats .*?)\n```\s+```text\n(.*?)```", FROM_TRL, re.DOTALL).groups()
 
 
 def test_the_drop_in_example_trains(tiny_model, tmp_path):
@@ -88,10 +88,10 @@ def test_figures_are_those_of_the_files_they_come_from():
         there = re.search(rf"^\| {number}\. .*$", SPEED, re.MULTILINE)[0]
         assert re.findall(FIGURE, there) == figures
         assert set(re.findall(r"\d+\.\d\b", row.split("|")[-2])) <= set(re.findall(r"\d+\.\d\b", there))  # peaks
-    assert len(re.findall(FIGURE, README.replace(PRINTED, ""))) == sum(map(len, FIGURES.values()))  # and no others
+    assert len(re.findall(FIGURE, README)) == sum(map(len, FIGURES.values()))  # and no others
 
 
 def test_the_count_of_tokens_is_what_its_command_prints(monkeypatch):
     monkeypatch.chdir(ROOT)
     got = trl_padfix_command(*shlex.split(COMMAND)).output
-    assert doctest.OutputChecker().check_output(f"...{PRINTED}", got, doctest.ELLIPSIS), got
+    assert OutputChecker().check_output(f"...{PRINTED}", got, ELLIPSIS | NORMALIZE_WHITESPACE), got

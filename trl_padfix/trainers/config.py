@@ -36,7 +36,7 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
     Args:
         padding_free (`bool`, *optional*, defaults to `False`):
             Skip padding: the decoder receives one row of real tokens. Loss and gradients stay the same, up to
-            rounding. A model that cannot be packed raises an error.
+            rounding. Works with streams, images and any collator. A model that cannot be packed raises an error.
         prefix_sharing (`bool` or `"auto"`, *optional*, defaults to `False`):
             Compute the shared beginning of rows once, for example the prompt of a pair. `True` and `'auto'` share only
             where it saves work. `True` also warns if a batch cannot share (with `strict`: an error), and forbids
