@@ -51,7 +51,7 @@ PAGES = {
     "parity_check": "numbers.md#in-your-run",
     "strict": "limits.md#runs-padded-with-a-warning",
     "attn_implementation": "attention.md",
-    "expand_turns": "rollouts.md",
+    "expand_turns": "guides/rollouts.md",
 }
 """What each page tells about."""
 

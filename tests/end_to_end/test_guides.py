@@ -75,7 +75,7 @@ def test_the_code_on_rollouts_trains_packed(tmp_path, monkeypatch):
     """As printed, with a tiny model and two steps on two tasks."""
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     monkeypatch.chdir(tmp_path)
-    load, code = blocks("rollouts.md")
+    load, code = blocks("guides/rollouts.md")
     scope: dict = {}
     exec(load, scope)
     scope["rollouts"] = scope["rollouts"].select(range(8))
