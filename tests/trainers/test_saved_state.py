@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
+from trl_padfix.core.anatomy import reshard_parameters
 from trl_padfix.trainers.parts.saved_state import saved_state
 
 
@@ -106,19 +107,23 @@ def test_a_dataset_is_not_copied():
         pass
 
 
-def test_fsdp2_gets_its_gradients_back_after_a_forward_without_backward():
+@pytest.fixture
+def one_process():
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        model = fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1,)))
-        trainer, rows = (
-            SimpleNamespace(args=SimpleNamespace(device=torch.device("cpu")), model=model),
-            torch.ones(1, 2),
-        )
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_fsdp2_gets_its_gradients_back_after_a_forward_without_backward(one_process):
+    model = fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1,)))
+    trainer, rows = SimpleNamespace(args=SimpleNamespace(device=torch.device("cpu")), model=model), torch.ones(1, 2)
+    model(rows).sum().backward()
+    gradient = model.weight.grad.full_tensor().clone()
+    model(rows)  # as in an evaluation
+    with saved_state(trainer):
         model(rows).sum().backward()
-        gradient = model.weight.grad.full_tensor().clone()
-        model(rows)  # as in an evaluation
-        with saved_state(trainer):
-            model(rows).sum().backward()
-        assert torch.equal(model.weight.grad.full_tensor(), gradient)
-    finally:
-        torch.distributed.destroy_process_group()
+    assert torch.equal(model.weight.grad.full_tensor(), gradient)
+
+
+def test_fsdp1_without_shards_has_nothing_to_free(one_process):
+    reshard_parameters(FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu")))

@@ -243,7 +243,7 @@ def reshard_parameters(model: nn.Module) -> None:
         if isinstance(module, FSDPModule):
             module.reshard()
     for unit in FullyShardedDataParallel.fsdp_modules(model, root_only=True):  # FSDP1 has no public function for it
-        if unit._handle is not None:
+        if unit._handle is not None and unit._handle.uses_sharded_strategy:
             _reshard(unit, unit._handle, True)
 
 

@@ -327,11 +327,13 @@ class TokenBudget(Part):
         When a chunk fails, the chunks before it have had their backward. A user's `training_step` that skips a batch
         too large for memory would otherwise update the weights by a part of the batch.
         """
-        if self.budget is None:
+        if (budget := self.budget) is None:
             yield
             return
         for handle in self.trainer.padding.handles:
-            handle.token_budget = self.budget  # `auto_find_batch_size` may have lowered it
+            handle.token_budget = budget
+        if budget != self.settings.max_tokens_per_batch:
+            logger.warning_once(f"`auto_find_batch_size` also lowers `max_tokens_per_batch`, to {budget}.")
         self._gradient_hook = gradient_hook_name(self.trainer)  # a callback may have registered one
         # Copies, because backward adds to gradients in place; only where user code may catch the error.
         catches = custom_step_name(self.trainer, everywhere=True) is not None

@@ -327,6 +327,8 @@ class _Comparison:
                 self._values_of_process(batch, budget, is_local=True)
             except Exception as error:
                 failed = error
+                if is_sharded(self.trainer):  # others may wait in a forward: the run may hang or abort below
+                    logger.error("A compared step raised an error.", exc_info=True, main_process_only=False)
             # If all processes failed, the loss may expect a wrapped model: the step itself shows whether it runs.
             if on_any_process(self.trainer, failed is not None) and on_any_process(self.trainer, failed is None):
                 raise failed or RuntimeError("another process raised an error")
