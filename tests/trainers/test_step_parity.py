@@ -2,6 +2,7 @@
 
 import copy
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 
 import pytest
 import torch
@@ -198,11 +199,12 @@ def test_a_loss_that_was_not_compared_is_named(tmp_path, caplog):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("strategy", "place"), [*(("multi_gpu", place) for place in PLACES), *(("fsdp2", place) for place in PLACES[1:])]
-)
+@pytest.mark.parametrize(("strategy", "place"), [*product(("multi_gpu", "fsdp2"), PLACES)])
 def test_a_loss_that_raises_on_few_rows_of_one_process_is_not_compared_and_no_process_waits(strategy, place, tmp_path):
     done = launched(strategy, tmp_path, "kit.process_errors", tmp_path, place, timeout=90)
+    if (strategy, place) == ("fsdp2", PLACES[0]):  # the other process is in its forward
+        assert "A compared step raised an error" in done.stderr
+        return
     assert done.returncode == 0, done.stderr[-3000:]
     said = {"without padding": "raises an error without padding", "nowhere": ""}.get(place, "was not compared")
     assert said in done.stderr
