@@ -95,7 +95,6 @@ completions of one prompt into the same micro-batch. The step stays the same, bu
 | `--tiny_model tiny` or `small` | trains a random Qwen2 (DPO, SFT) |
 | `--resume_from_checkpoint` | takes `latest` or a folder ([resume](../recipes/README.md#resume)) |
 | `--accelerate_config` | takes a file, or a name of TRL's; flags of `accelerate launch` work too, also in YAML |
-| `trl-padfix COMMAND --help` | lists all flags |
 | `trl-padfix --debug COMMAND` or `TRL_PADFIX_DEBUG=1` | shows the traceback of every error |
 | `TRL_PADFIX_OFF=1` | lets TRL's code compute every step |
 

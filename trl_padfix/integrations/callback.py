@@ -50,9 +50,9 @@ PREFIX = "padfix_"
 
 NOT_COVERED = (
     "Padding is removed from the model alone, since transformers passes no trainer to callbacks. A reference model "
-    "stays padded; a loss of yours that reads logits at padding or what hooks within the model keep, or that predicts "
-    "labels from padding, gets packed values; trackers get no `padfix/` metrics. Call `callback.attach(trainer)` "
-    "before `trainer.train()` to cover these, too."
+    "stays padded, and trackers get no `padfix/` metrics. Your loss is not checked: it gets packed values if it reads "
+    "logits at padding, reads what hooks within the model keep, or predicts labels from padding. Call "
+    "`callback.attach(trainer)` before `trainer.train()` to cover these, too."
 )
 
 PACKS = "packs rows before the model is called, so there is no padding to remove and no prefix to share."

@@ -74,8 +74,9 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
             Put rows with long shared prefixes into the same batch, for example the turns of a conversation. Needs
             `prefix_sharing`. Raises an error with streams, images, `packing` and `group_by_length`.
         exact_eval_means (`bool`, *optional*, defaults to `False`):
-            Average the metrics of an evaluation over all its pairs (DPO) or trained tokens (SFT). By default they are
-            means of batch means, as in TRL. Does not affect the DPO loss with `loss_type="sft"`.
+            Average the metrics of an evaluation over all its pairs (DPO; logits and accuracies: tokens) or trained
+            tokens (SFT). By default they are means of batch means, as in TRL. Does not affect the DPO loss with
+            `loss_type="sft"`.
         **kwargs:
             All fields of [`~trl.DPOConfig`].
 
