@@ -30,10 +30,8 @@ def refuse_missing(name: str, place: str, in_cache: bool = False) -> None:
     has_folder = len(path.parts) > 2 or (len(path.parts) == 2 and path.parent.is_dir())
     if (name.startswith((".", "/", "~")) or path.suffix in DATA_FILES or has_folder) and not path.exists():
         raise FileNotFoundError(f"{nothing}. Correct the path, or first run what writes it.")
-    if path.is_file() and path.suffix not in DATA_FILES:
-        raise ValueError(
-            f"{place}: {name!r} is a file of a type that is not read. Name a folder, or convert it to .jsonl."
-        )
+    if path.is_file() and (in_cache or path.suffix not in DATA_FILES):
+        raise ValueError(f"{place}: {name!r} is a file of a type that is not read. Name a folder, or data as .jsonl.")
     cached = Path(HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
     if in_cache and HF_HUB_OFFLINE and not path.exists() and not cached.exists():
         raise FileNotFoundError(

@@ -4,12 +4,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from kit.commands import trl_padfix_command
 
 import trl_padfix
-from trl_padfix.cli import METHODS, main
+from trl_padfix.cli import INTERRUPTED, METHODS, main
 from trl_padfix.tools import doctor
 
 
@@ -68,6 +69,12 @@ def test_a_mistake_is_said_before_torch_is_imported(words):
     imported = modules_after(run("dpo", *words))
     assert "trl_padfix.cli.config_file" in imported
     assert not {"torch", "numpy", "datasets", "transformers", "trl", "accelerate"} & imported
+
+
+def test_ctrl_c_before_a_command_has_begun_is_an_exit_code(monkeypatch):
+    monkeypatch.setattr("trl_padfix.cli.app.app", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(SystemExit, match=str(INTERRUPTED)):
+        main()
 
 
 def test_h_is_help_and_no_command_prints_it_and_fails():

@@ -30,9 +30,7 @@ CASES = [
     (["stats", "good.jsonl"], "Give one of `--tokenizer` and `--train-tokenizer`"),
     (stats("good.jsonl", "--tokenizer", "models/good"), "Give one of"),
     (stats("empty.jsonl"), "a data file has no row"),
-    (stats("with_an_empty_file"), "a data file has no row"),
     (stats("corrupt.jsonl"), "(JSON parse error: Missing a comma"),
-    (stats("cut.jsonl"), "(JSON parse error: Invalid value. in row 1"),
     (stats("null.jsonl"), "Row 3 (counted from 0) of the null.jsonl dataset has no 'text': {'text': None}. Write a"),
     (stats("columns.jsonl"), "The data has the columns words. This command counts dpo: chosen, rejected;"),
     (stats("pairs.jsonl", "--max-length", "1"), "no row is left"),
@@ -44,7 +42,6 @@ CASES = [
     (["dpo", *CPU, "--config", "broken.yaml"], "broken.yaml is not valid YAML"),
     (["dpo", *CPU, "--config", "list.yaml"], "list.yaml is not a mapping of fields to values"),
     (["dpo", *RUN, "word"], "Unexpected argument `word`."),
-    (["dpo", *CPU, "--dataset_name", "good_folder"], "No model: set `--model_name_or_path`"),
     (["dpo", *MODEL], "No dataset: set `--dataset_name`"),
     (["dpo", *CPU, "--model_name_or_path", "./nowhere"], "--model_name_or_path: there is no file or folder"),
     (["distillation", *PROMPTS, "--teacher_model_name_or_path", "./big"], "no file or folder './big' here"),
@@ -53,7 +50,6 @@ CASES = [
     (["dpo", *CPU, "--learning-rate", "abc"], "--learning-rate: invalid float value: 'abc'"),
     (["dpo", *CPU, "--gradient_checkpointing", "maybe"], "--gradient_checkpointing: invalid bool value: 'maybe'"),
     (["dpo", *CPU, "--config", "list_as_number.yaml"], "line 2: per_device_train_batch_size: invalid int value: [8]"),
-    (["dpo", *CPU, "--config", "fraction.yaml"], "line 2: per_device_train_batch_size: invalid int value: 8.5"),
     (["dpo", *CPU, "--max_length", "None"], "invalid int value: 'None'. Write `null`"),
     (["kto", *CPU, "--tiny_model", "tiny"], "--tiny_model"),
     (["dpo", *RUN, "--tiny_model", "tiny"], "give only one of them"),
@@ -62,7 +58,6 @@ CASES = [
     (["dpo", *CPU, "--resume_from_checkpoint", "latest"], "there is no complete checkpoint in 'trainer_output'"),
     (["dpo", *RUN, "--resume_from_checkpoint", "--seed", "1"], "--resume_from_checkpoint needs a value"),
     (["dpo", *RUN, "--config", "twice.yaml"], "the key `seed` appears in lines 1 and 3"),
-    (["dpo", *MODEL, "--dataset_name", "good.jsonl"], "`datasets: [{path: json, data_files: good.jsonl}]`"),
     (["dpo", *SHARED, "--neftune_noise_alpha", "5"], "gives each token of each row its own noise"),
     (["dpo", *RUN, "--prefix_sharing"], "`prefix_sharing=True` needs `padding_free=True`"),
     (["grpo", *PROMPTS, "--config", "a_word.yaml"], "line 1: reward_funcs: write a list: `reward_funcs: [length]`"),
@@ -75,36 +70,20 @@ EARLY = [
     (["dpo", "no.yaml", *CPU], "Unexpected argument `no.yaml`. To read a YAML file, write `--config no.yaml`"),
     (["dpo", "-config", "no.yaml"], "-config: a flag begins with two dashes: `--config`"),
     (["dpo", *RUN, "--attn_implementation", "flash_attn2"], "'flash_attn2' (choose from 'auto', 'eager', 'flash_"),
-    (["dpo", *RUN, "--ref_attn_implementation", "spda"], "--ref_attn_implementation: invalid choice: 'spda'"),
-    (["dpo", *CPU, "--dataset_name", "good_folder", "--config", "huge.yaml"], "'huge' (choose from 'small', 'tiny')"),
-    (["dpo", *RUN, "--config", "no_file.yaml"], "no_file.yaml, line 1: datasets, entry 1: Unable to find '"),
     (["dpo", *RUN, "--config", "no_files.yaml"], "no_files.yaml, line 1: datasets, entry 1: Unable to find '"),
     (["dpo", *RUN, "--config", "no_folder.yaml"], "line 1: datasets, entry 1: there is no file or folder './x' here"),
-    (
-        ["dpo", *RUN, "--config", "empty.yaml"],
-        "empty.yaml, line 2: beta: invalid float value: None. Write a value, or",
-    ),
-    (["dpo", *RUN, "--config", "true.yaml"], "true.yaml, line 1: beta: invalid float value: True"),
-    (["dpo", *RUN, "--config", "zero.yaml"], "line 1: per_device_train_batch_size: it must be at least 1, got 0"),
-    (
-        ["dpo", *RUN, "--gradient_accumulation_steps", "-1"],
-        "--gradient_accumulation_steps: it must be at least 1, got -1",
-    ),
+    (["dpo", *RUN, "--config", "empty.yaml"], "line 2: beta: invalid float value: None. Write a value, or"),
+    (["dpo", *RUN, "--gradient_accumulation_steps", "-1"], "_steps: it must be at least 1, got -1"),
     (["dpo", *RUN, "--prefix_sharing", "maybe"], "invalid choice: 'maybe' (choose from 'auto', 'false', 'true')"),
     (["sft", *TEXTS, "--config", "cosin.yaml"], "line 1: lr_scheduler_type: invalid choice: 'cosin' (choose from 'co"),
-    (["sft", *TEXTS, "--eval_strategy", "often"], "invalid choice: 'often' (choose from 'epoch', 'no', 'steps')"),
-    (["sft", *TEXTS, "--packing_strategy", "bfs"], "'bfs' (choose from 'bfd', 'bfd_split', 'wrapped')"),
     (["sft", *TEXTS, "--config", "no.yaml"], "'no', 'steps'). YAML takes `no` for false. Write \"no\" in quotes"),
     (["dpo", *RUN, "--config", "no_field.yaml"], "no_remove_unused_columns (write `remove_unused_columns: false`)"),
-    (["dpo", *RUN, "--beta", "--seed", "1"], "--beta needs a value after it"),
     (["dpo", *RUN, "--num_processes", "two"], "--num_processes: invalid int value: 'two'"),
     (["dpo", *RUN, "--accelerate_config", "zero33"], "invalid choice: 'zero33' (choose from 'fsdp1', "),
     (["dpo", *RUN, "--env", "X=1"], "`env` works only in a YAML"),
     (["dpo", *RUN, "--attn_implementation", "flash_attention_2"], "'flash_attention_2' needs a GPU"),
-    (["dpo", *RUN, "--attn_implementation", "flex_attention"], "'flex_attention' needs a GPU"),
     (["dpo", *TEXTS], "no column 'chosen' and no column 'rejected'; it has ['text']. DPO needs `chosen`"),
     (["sft", *TEXTS, "--dataset_text_field", "txt"], "no column 'txt'; it has ['text']. SFT needs `txt`"),
-    (["kto", *MODEL, "--config", "texts.yaml"], "no column 'completion' and no column 'label' and no column 'prompt'"),
     (["kto", *MODEL, "--config", "slice.yaml"], "no column 'completion' and no column 'label' and no column 'prompt'"),
     (["dpo", *MODEL, "--config", "entry.yaml"], "entry 1 has no field `data_file` (did you mean `data_files`?)"),
     (["dpo", *MODEL, "--config", "loader.yaml"], "'jsonl' is no folder and no Hub id. In a YAML (`--config`) w"),
@@ -113,38 +92,29 @@ EARLY = [
     (["dpo", *RUN, "--dataset_train_split", "dev"], ": Bad split: dev. Available splits: ['train']"),
     (["dpo", *RUN, "--eval_strategy", "steps"], "--dataset_name, `dataset_test_split`: Bad split: test. Available sp"),
     (["dpo", *MODEL, "--config", "mixture.yaml"], "line 1: datasets, entry 2: The good.jsonl dataset has no column '"),
-    (
-        ["dpo", *MODEL, "--config", "no_row.yaml"],
-        "line 1: datasets, entry 1: empty.jsonl or a file in it has no row.",
-    ),
+    (["dpo", *MODEL, "--config", "no_row.yaml"], "entry 1: empty.jsonl or a file in it has no row."),
+    (["dpo", *MODEL, "--config", "kinds.yaml"], "entry 2: The first row of chats.jsonl has [{'content': 'a', 'role"),
+    (["dpo", *MODEL, "--config", "kinds.yaml", "--eval_strategy", "steps"], "a mixture has no split 'test' to eval"),
     (["dpo", *MODEL, "--config", "semicolons.yaml"], "it has ['prompt;chosen;rejected']. DPO needs `chosen`"),
     (["dpo", *CPU, "--config", "seven.yaml"], 'model_name_or_path: invalid str value: 7. Write "7" in quotes.'),
-    (["dpo", *CPU, "--config", "models.yaml"], "line 1: model_name_or_path: invalid str value: ['models/good']."),
     (["dpo", *MODEL, "--config", "file.yaml"], "`datasets: [{path: json, data_files: good.jsonl}]`."),
-    (["dpo", *MODEL, "--config", "all.yaml"], "'json' is no folder and no Hub id. In a YAML (`--config`) write"),
-    (["dpo", *MODEL, "--config", "number.yaml"], "line 1: datasets: in a YAML write `datasets: [{path: json"),
-    (["dpo", *CPU, "--model_name_or_path", "~"], "--model_name_or_path: there is no file or folder '~' here"),
     (["dpo", *RUN, "--output_dir", "/proc/run"], "`output_dir`: '/proc/run' cannot be written: '/proc' is a file or"),
     (["dpo", *RUN, "--output_dir", "good.jsonl/run"], "`output_dir`: 'good.jsonl/run' cannot be written: '"),
     (["rloo", *PROMPTS, "--rloo_k", "2"], "--rloo_k (it is `num_generations` now)"),
     (["dpo", *RUN, "--max_completion_length", "9"], "(it is `max_length` here, of prompt and completion)"),
-    (["dpo", *RUN, "--ref_model_init_kwargs", "{}"], "`model_init_kwargs` also loads the reference model"),
     (["grpo", *PROMPTS, "--reward_funcs", "rewards.bad"], "--reward_funcs: rewards.py has no 'bad'. Correct it"),
+    (["grpo", *PROMPTS, "--reward_funcs", "rewards.py"], "rewards.py is a path. Write `module.function`."),
+    (["grpo", *PROMPTS, "--reward_funcs", "rewards.bare"], "Write `def bare(completions, **kwargs)`."),
     (["grpo", *PROMPTS, "--reward_funcs", "accuracy"], "rewards/__init__.py has no 'accuracy'. Correct it"),
-    (["dpo", *RUN, "--test_split_size", "2.0"], "--test_split_size: it must be between 0 and 1, or in a YAML a numb"),
     (["dpo", *RUN, "--config", "no_rows.yaml"], "line 1: test_split_size: it must be between 0 and 1, or in a YAML"),
-    (["dpo", *RUN, "--report_to", "no"], "--report_to: invalid value: 'no'. To report nowhere, write `none`."),
     (["dpo", *RUN[:4], *RUN[6:], "--config", "report.yaml"], "line 1: report_to: invalid value: False. To report no"),
-    (
-        stats("rows.txt"),
-        "DATA: 'rows.txt' is a file of a type that is not read. Name a folder, or convert it to .json",
-    ),
+    (stats("rows.txt"), "DATA: 'rows.txt' is a file of a type that is not read. Name a folder, or data as .jsonl"),
+    (["stats", "good.jsonl", "--tokenizer", "models/good/tokenizer.json"], "is a file of a type that is not read"),
     (["dpo", *MODEL, "--dataset_name", "rows.txt"], "--dataset_name: 'rows.txt' is a file of a type that is not read"),
     (["dpo", *MODEL, "--config", "columns.yaml"], "line 1: datasets, entry 1: `columns` is a list of names: write `c"),
     (["dpo", *MODEL, "--config", "third.yaml"], "has no column '3'; it has ['chosen', 'rejected']. Correct `columns`"),
     (["dpo", *MODEL, "--config", "half.yaml"], "line 1: datasets, entry 1: fraction: invalid float value: 'half'."),
     (["dpo", *RUN, "--accelerate_config", "./nowhere.yaml"], "No such file or directory: 'nowhere.yaml'"),
-    (["dpo", *RUN, "--accelerate_config", "broken.yaml"], "broken.yaml is not valid YAML"),
     (["dpo", *RUN, "--config_file", "list.yaml"], "list.yaml is not a mapping of fields to values"),
 ]
 """Mistakes that are said before anything that takes seconds is imported."""
@@ -160,32 +130,23 @@ def material(tmp_path_factory) -> Path:
     (folder / "no.yaml").write_text("save_strategy: no\n")
     (folder / "no_field.yaml").write_text("no_remove_unused_columns: true\n")
     (folder / "empty.yaml").write_text("seed: 1\nbeta:\n")
-    (folder / "true.yaml").write_text("beta: true\n")
-    (folder / "zero.yaml").write_text("per_device_train_batch_size: 0\n")
     (folder / "cosin.yaml").write_text("lr_scheduler_type: cosin\n")
     (folder / "no_folder.yaml").write_text("datasets: [{path: ./x}]\n")
-    (folder / "texts.yaml").write_text("datasets: [{path: json, data_files: good.jsonl}]\n")
     (folder / "slice.yaml").write_text("datasets: [{path: json, data_files: good.jsonl, split: 'train[:2]'}]\n")
     (folder / "entry.yaml").write_text("datasets: [{path: json, data_file: good.jsonl}]\n")
     (folder / "loader.yaml").write_text("datasets: [{path: jsonl, data_files: good.jsonl}]\n")
-    (folder / "mixture.yaml").write_text(
-        "datasets: [{path: json, data_files: pairs.jsonl}, {path: json, data_files: good.jsonl}]\n"
-    )
+    mixture = "datasets: [{path: json, data_files: pairs.jsonl}, {path: json, data_files: NAME.jsonl}]"
+    (folder / "mixture.yaml").write_text(mixture.replace("NAME", "good"))
+    (folder / "kinds.yaml").write_text(mixture.replace("NAME", "chats"))
     (folder / "no_row.yaml").write_text("datasets: [{path: json, data_files: empty.jsonl}]\n")
     (folder / "semicolons.yaml").write_text("datasets: [{path: csv, data_files: semicolons.csv}]\n")
     (folder / "semicolons.csv").write_text("prompt;chosen;rejected\na;b;c\n")
     (folder / "seven.yaml").write_text("model_name_or_path: 7\n")
-    (folder / "models.yaml").write_text("model_name_or_path: [models/good]\n")
     (folder / "file.yaml").write_text("datasets: [{path: good.jsonl}]\n")
-    (folder / "all.yaml").write_text("datasets: [{path: json}]\n")
-    (folder / "number.yaml").write_text("datasets: [{path: 7}]\n")
     (folder / "no_list.yaml").write_text("datasets: {path: json}\n")
     (folder / "twice.yaml").write_text("seed: 1\nmax_steps: 2\nseed: 2\n")
-    (folder / "huge.yaml").write_text("tiny_model: huge\n")
-    (folder / "no_file.yaml").write_text("datasets: [{path: csv, data_files: x.csv}]\n")
     (folder / "no_files.yaml").write_text("datasets: [{path: json, data_files: [good.jsonl, '*.jsonl', a/b/c]}]\n")
-    (folder / "fraction.yaml").write_text("seed: 1\nper_device_train_batch_size: 8.5\n")
-    (folder / "rewards.py").write_text("def good(completions, **kwargs):\n    return [0.0 for _ in completions]\n")
+    (folder / "rewards.py").write_text("def good(completions, **kwargs):\n    0\n\n\ndef bare(completions):\n    0\n")
     (folder / "no_rows.yaml").write_text("test_split_size: 0\n")
     (folder / "report.yaml").write_text("report_to: no\n")
     (folder / "rows.txt").write_text("alpha\n")

@@ -11,6 +11,7 @@ from trl_padfix.tools.tiny import build_qwen2, train_tokenizer
 __all__ = ["build_bad_data", "build_bad_models"]
 
 TEXT = '{"text": "alpha beta"}\n'
+CHAT = '[{"role": "user", "content": "a"}]'
 PAIR = '{"chosen": "Question: a b\\nAnswer: c", "rejected": "Question: a b\\nAnswer: d e"}\n'
 
 
@@ -19,8 +20,8 @@ def build_bad_data(folder: Path) -> None:
     lines = {
         "good.jsonl": TEXT * 12,
         "pairs.jsonl": PAIR * 12,
+        "chats.jsonl": f'{{"chosen": {CHAT}, "rejected": {CHAT}}}',
         "corrupt.jsonl": TEXT + '{"text": "b"\n',
-        "cut.jsonl": TEXT + '{"text":\n',
         "empty.jsonl": "",
         "null.jsonl": TEXT * 3 + '{"text": null}\n',
         "columns.jsonl": '{"words": "a"}\n',

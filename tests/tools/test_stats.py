@@ -78,6 +78,8 @@ CHAT = [{"role": "user", "content": "alpha beta?"}, {"role": "assistant", "conte
 def test_rows_without_their_own_template_settings_and_tokenizers_without_an_end_are_counted(tokenizer):
     rows = [{"messages": CHAT, "chat_template_kwargs": how} for how in ({"style": "short"}, None)]
     assert len(measure(Dataset.from_list(rows), tokenizer)) == 2
+    mixed = [{"prompt": CHAT[:1], "completion": CHAT[1:]}, {"prompt": "alpha", "completion": "beta"}]
+    assert len(measure(mixed, tokenizer)) == 2  # TRL trains on both
     endless = copy.deepcopy(tokenizer)
     endless.eos_token = None
     text = Dataset.from_list([{"text": "alpha"}])
@@ -139,6 +141,9 @@ def test_rows_come_from_files_and_folders(tmp_path):
         loaded = load_rows(str(tmp_path / name))
         assert loaded.to_list() == rows.to_list()
         assert list(texts_of(loaded))[:2] == [rows[0]["chosen"], rows[0]["rejected"]]
+    sharegpt = [{"from": "user", "value": "alpha beta?"}, {"from": "assistant", "value": "gamma."}]
+    Dataset.from_list([{"conversations": sharegpt}]).to_json(tmp_path / "talks.jsonl")
+    assert load_rows(str(tmp_path / "talks.jsonl")).to_list() == [{"messages": CHAT}]
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,14 @@
 """Reading columns of numbers, against a loop over the rows."""
 
-from types import SimpleNamespace
+import json
+from contextlib import nullcontext
 
 import pytest
-from datasets import Dataset, Features, List, Value
+from datasets import Dataset, Features, List, Value, load_dataset
 from hypothesis import given
 from hypothesis import strategies as st
 
 from trl_padfix.trainers.data.columns import lists, needed_columns, require_columns
-from trl_padfix.trainers.methods.sft import SFTTask
 
 
 @given(st.lists(st.lists(st.integers(-1, 1), max_size=3), min_size=1, max_size=12), st.booleans())
@@ -33,5 +33,28 @@ def test_a_missing_value_is_found_in_the_rows_and_columns_that_trl_reads():
     with pytest.raises(ValueError, match=r"Row 0 .* has no 'prompt'"):
         require_columns(pairs, "train", *needed_columns("dpo"))
     require_columns(pairs.remove_columns("prompt"), "train", *needed_columns("dpo"))
-    talks = Dataset.from_list([{"messages": None}, {"messages": [{"role": "user", "content": "a"}]}])
-    SFTTask.require_columns(talks, "train", SimpleNamespace(expand_turns=True))  # which leaves the first one out
+
+
+CHAT = [{"role": "user", "content": "a"}]
+
+
+@pytest.mark.parametrize(
+    ("rows", "wrong"),
+    [
+        ([("prompt", "a"), ("prompt", CHAT)], r"Row 1 \(counted from 0\) .* has \[{'content': 'a', .* as 'prompt'"),
+        ([("prompt", CHAT), ("prompt", "a")], None),  # TRL trains on them
+        (
+            [("prompt", "a"), ("prompt", 5)],
+            r"Row 1 .* has 5 as 'prompt'\. TRL reads only texts, or only lists of mess",
+        ),
+        ([("prompt", [CHAT])], r"Row 0 .* has \[\[{'content': 'a'"),
+        ([("messages", "[]")], r"has '\[\]' as 'messages'\. TRL reads lists of messages .*, not their JSON"),
+        ([("conversations", CHAT)], r"as 'conversations'\. TRL reads lists of messages \(\[{'from'"),
+        ([("label", "good")], r"has 'good' as 'label'\. TRL reads true or false"),
+    ],
+)
+def test_values_that_trl_cannot_read_are_named(rows, wrong, tmp_path):
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(dict([row])) for row in rows))
+    data = load_dataset("json", data_files=str(tmp_path / "rows.jsonl"), split="train")
+    with pytest.raises(ValueError, match=wrong) if wrong else nullcontext():
+        require_columns(data, "train", [{*data.column_names}], "")

@@ -7,10 +7,13 @@ import sys
 from importlib.util import find_spec
 
 
-__all__ = ["METHODS", "disable_telemetry", "main", "require_extra"]
+__all__ = ["INTERRUPTED", "METHODS", "disable_telemetry", "main", "require_extra"]
 
 METHODS = {name.lower(): name for name in ("DPO", "SFT", "Reward", "KTO", "GRPO", "RLOO", "Distillation")}
 """Commands, and the first part of the names of their trainers and configurations."""
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells have it."""
 
 
 def require_extra(*names: str) -> None:
@@ -38,6 +41,9 @@ def main() -> None:
     if {"-h", "--help"} & {*sys.argv}:
         # transformers imports PEFT with its configurations, and PEFT all models: half of the time. No flag needs it.
         sys.modules["peft"] = None  # type: ignore[assignment]
-    from .app import app
+    try:
+        from .app import app
 
-    app(prog_name="trl-padfix")
+        app(prog_name="trl-padfix")
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)

@@ -13,9 +13,9 @@ import typer
 from typer import Option
 
 from ..version import __version__
-from . import METHODS, disable_telemetry
+from . import INTERRUPTED, METHODS, disable_telemetry
 from .doctor import doctor
-from .launch import INTERRUPTED, make_parser, parse
+from .launch import make_parser, parse
 from .stats import stats
 from .user_errors import DEBUG, UserErrorGroup
 

@@ -152,10 +152,17 @@ def check_given(method: str, given: Given) -> str | bool | None:
     if isinstance(names := values.get("reward_funcs"), str):
         raise ValueError(f"{places['reward_funcs']}: write a list: `reward_funcs: [{names}]`.")
     for module, _, function in (str(name).rpartition(".") for name in names or ()):  # an import would run user code
+        if "/" in module or function == "py":
+            raise ValueError(f"{places['reward_funcs']}: {module}.{function} is a path. Write `module.function`.")
         file = Path(module.replace(".", "/") + ".py") if module else _folder("trl") / "rewards/__init__.py"
-        pattern = rf"\b{re.escape(function)}\b|import \*|def __get"
-        if file.is_file() and not re.search(pattern, file.read_text("utf-8")):
+        source = file.read_text("utf-8") if file.is_file() else function  # of a package, which TRL imports later
+        if not re.search(rf"\b{re.escape(function)}\b|import \*|def __get", source):
             raise ValueError(f"{places['reward_funcs']}: {file} has no {function!r}. Correct it: `module.function`.")
+        # After an empty line: a decorator may take what the function does not.
+        pattern = rf"(\A|\n\n)(async )?def {re.escape(function)}\(((?!\*\*|completion_ids).)*?\)\s*(->|:)"
+        if re.search(pattern, source, re.DOTALL):
+            signature = f"def {function}(completions, **kwargs)"
+            raise ValueError(f"{places['reward_funcs']}: TRL also passes ids and all columns. Write `{signature}`.")
     if not (values.get("dataset_name") or values.get("datasets")):
         raise ValueError(
             "No dataset: set `--dataset_name` to a folder or a Hub id, or `datasets` in a YAML (`--config`)."
@@ -303,21 +310,23 @@ def _check_model(values: dict[str, Any], places: dict[str, str]) -> str | bool |
 
 
 def _check_data(method: str, values: dict[str, Any], places: dict[str, str]) -> None:
-    """Raise an error for data on this machine that are not there, and for those without the columns of a method."""
+    """Raise an error for data that are not there, and for data on this machine that a method does not read."""
     from datasets import load_dataset
 
-    from ..trainers.data.columns import column_names, needed_columns, require_columns
+    from ..trainers.data.columns import column_names, needed_columns, require_columns, require_values
 
     place = places.get("datasets") or places["dataset_name"]
-    name = values.get("dataset_name")
-    alone = {"path": name, "name": values.get("dataset_config"), "split": values.get("dataset_train_split")}
-    parts = {place: alone}
-    if values.get("eval_strategy") not in (None, "no"):
-        parts[f"{place}, `dataset_test_split`"] = alone | {"split": values.get("dataset_test_split") or "test"}
-    entries = values.get("datasets") or []
+    alone = {"path": values.get("dataset_name"), "name": values.get("dataset_config")}
+    parts, entries = {place: alone | {"split": values.get("dataset_train_split")}}, values.get("datasets") or []
     listed = isinstance(entries, list) and all(isinstance(x, dict) and isinstance(x.get("path"), str) for x in entries)
     if place.startswith("--datasets") or not listed:
         raise ValueError(f"{place}: in a YAML write `datasets: [{{path: json, data_files: FILE}}]`.")
+    if values.get("eval_strategy") not in (None, "no"):
+        test = values.get("dataset_test_split") or "test"
+        parts[f"{place}, `dataset_test_split`"] = alone | {"split": test}
+        if entries and test != "train" and not values.get("test_split_size"):
+            raise ValueError(f"{place}: a mixture has no split {test!r} to evaluate on. Set `test_split_size`.")
+    rows: list[tuple[str, dict[str, Any]]] = []
     known = ("path", "name", "data_dir", "data_files", "split", "columns", "fraction")
     for place, entry in ({f"{place}, entry {i}": x for i, x in enumerate(entries, 1)} or parts).items():
         unknown = [f"`{key}`{hint(key, known)}" for key in entry if key not in known]
@@ -327,7 +336,7 @@ def _check_data(method: str, values: dict[str, Any], places: dict[str, str]) -> 
             raise ValueError(f"{place}: `columns` is a list of names: write `columns: [prompt, chosen, rejected]`.")
         _check_value("fraction", entry.get("fraction"), f"{place}: fraction", {"None", "float"})
         # A stream has no slices, such as `train[:80%]`.
-        path, split = str(entry.get("path")), str(entry.get("split") or "train").partition("[")[0]
+        path, (split, has_slice, _) = str(entry.get("path")), str(entry.get("split") or "train").partition("[")
         is_here = Path(path).is_dir() or (path in DATA_FILES.values() and entry.keys() & {"data_files", "data_dir"})
         file = path if Path(path).is_file() else "FILE"  # `load_dataset` takes the name of a file for a Hub id
         if (builder := DATA_FILES.get(Path(file).suffix) or DATA_FILES.get(f".{path}")) and not is_here:
@@ -340,9 +349,15 @@ def _check_data(method: str, values: dict[str, Any], places: dict[str, str]) -> 
             data = str(entry.get("data_files") or path)
             try:
                 with patch("datasets.config.TORCH_AVAILABLE", "torch" in sys.modules):  # else a stream imports torch
-                    columns = column_names(load_dataset(**given, split=split, streaming=True))
-                read = {*map(str, entry.get("columns") or columns)}
-                require_columns(columns, data, [read], "Correct `columns`, or the data")
-                require_columns(read, data, *needed_columns(method, values.get("dataset_text_field") or "text"))
+                    columns = column_names(stream := load_dataset(**given, split=split, streaming=True))
+                    read = {*map(str, entry.get("columns") or columns)}
+                    require_columns(columns, data, [read], "Correct `columns`, or the data")
+                    needed = needed_columns(method, values.get("dataset_text_field") or "text")
+                    read = require_columns(read, data, *needed)
+                    # `expand_turns` leaves rows out, and a slice may do.
+                    if read and not has_slice and str(values.get("expand_turns")).lower() not in BOOLEANS[:5]:
+                        first = (f"The first row of {data}", next(iter(stream.select_columns(read))))
+                        rows = [*rows, first] if entries else [first]
+                        require_values(rows)
             except (FileNotFoundError, StopIteration, ValueError) as error:
                 raise ValueError(f"{place}: {str(error) or f'{data} or a file in it has no row.'}") from error

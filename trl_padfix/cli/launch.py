@@ -14,14 +14,14 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from contextlib import ExitStack
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
-from . import METHODS, disable_telemetry, require_extra
+from . import INTERRUPTED, METHODS, disable_telemetry, require_extra
 from .config_file import TINY, TINY_MODELS, check_given, check_names, name_of, of_command, read_given
 
 
@@ -30,16 +30,13 @@ if TYPE_CHECKING:
 
     from trl import TrlParser
 
-__all__ = ["INTERRUPTED", "main", "make_parser", "one_interrupt", "parse", "run"]
+__all__ = ["main", "make_parser", "one_interrupt", "parse", "run"]
 
 HELP = {
     "attn_implementation": "Attention: a name, or 'auto' (an installed FlashAttention, else `sdpa`, else `eager`).",
     "no_parity_check": "Skip the parity check. Same as `--parity_check false`.",
 }
 """Help of flags that TRL and transformers describe otherwise."""
-
-INTERRUPTED = 130
-"""Exit code after Ctrl-C, as shells have it."""
 
 
 def make_parser(method: str) -> TrlParser:
@@ -96,7 +93,7 @@ def parse(method: str, args: Sequence[str]) -> tuple[list[Any], Namespace]:
     # Imported here, because they take seconds: mistakes above are reported without them.
     unsaid = "The following values were not passed to"  # what it sets where the user set none
     logging.getLogger("accelerate.commands.launch").addFilter(lambda record: unsaid not in record.getMessage())
-    from accelerate.commands.launch import launch_command_parser
+    from accelerate.commands.launch import default_config_file, launch_command_parser
     from trl.cli.accelerate_config import resolve_accelerate_config_argument
 
     parser = make_parser(method)
@@ -109,6 +106,10 @@ def parse(method: str, args: Sequence[str]) -> tuple[list[Any], Namespace]:
     launch, unknown = launch_command_parser().parse_known_args([*others, *script])
     if unknown or launch.training_script_args != script[2:]:
         raise ValueError(f"Unexpected argument `{' '.join(unknown or [launch.training_script])}`.")
+    chosen = {"config_file", "cpu", "mpirun_hostfile", "tpu", "use_deepspeed", "use_fsdp", "use_megatron_lm"}
+    is_chosen = any(vars(launch)[name] for name in chosen) or Path(default_config_file).is_file()
+    if not is_chosen and (launch.num_processes or 1) > 1:
+        launch.multi_gpu = True  # else accelerate runs one process where it finds no two GPUs
     parsed[1].resume_from_checkpoint = resume_from
     parsed[1].run_name = parsed[1].run_name and str(parsed[1].run_name)
     return parsed, launch
@@ -123,6 +124,7 @@ def main(method: str, args: Sequence[str]) -> None:
     from transformers import set_seed
 
     from .. import build_tiny
+    from ..trainers.data.columns import needed_columns, require_columns
 
     (*parsed, own), _ = parse(method, args)
     script, training, model, data = parsed
@@ -145,32 +147,27 @@ def main(method: str, args: Sequence[str]) -> None:
         for field in ("dataset_train_split", "dataset_test_split")[: 1 if training.eval_strategy == "no" else 2]:
             if (split := vars(script)[field]) not in splits:
                 raise ValueError(f"no split {split!r}, which `{field}` names. The data has {', '.join(splits)}.")
+            if not vars(training).get("expand_turns"):  # it checks its columns itself, and leaves missing rows out
+                columns = needed_columns(method, vars(training).get("dataset_text_field", "text"))
+                require_columns(splits[split], split, *columns)
         if tiny := vars(own).get("tiny_model"):
             model.model_name_or_path = build_tiny(tiny, splits[script.dataset_train_split], initial)
         set_seed(training.seed)
-        try:
-            importlib.import_module(f"trl.scripts.{method}").main(*parsed)
-        except _DryRunEnd as end:
-            if not end.args[0]:
-                sys.exit(1)
-
-
-class _DryRunEnd(Exception):  # noqa: N818
-    """Leaves TRL's script after a dry run; its argument tells whether packed and padded agree."""
+        importlib.import_module(f"trl.scripts.{method}").main(*parsed)
 
 
 def _checked(trainer_class: Any, is_dry_run: bool) -> Callable[..., Any]:
-    """A stand-in for the trainer class in TRL's script: it checks columns first and, in a dry run, ends the script."""
+    """A stand-in for the trainer class in TRL's script: it raises an error if no row is left, and ends a dry run."""
 
     def build(*args: Any, **kwargs: Any) -> Any:
         from ..trainers.dry_run import dry_run
 
-        for name in ("train", "eval"):
-            if (dataset := kwargs.get(f"{name}_dataset")) is not None:
-                trainer_class.task_class.require_columns(dataset, name, kwargs["args"])
         trainer = trainer_class(*args, **kwargs)
+        if isinstance(rows := trainer.train_dataset, Sized) and not len(rows):  # not a stream
+            limit = vars(trainer.args).get("max_length")
+            raise ValueError(f"no row is left: each prompt or row is too long for max_length={limit}. Raise it.")
         if is_dry_run:
-            raise _DryRunEnd(dry_run(trainer))
+            sys.exit(0 if dry_run(trainer) else 1)
         return trainer
 
     return build

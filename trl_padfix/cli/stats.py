@@ -42,16 +42,16 @@ def stats(
     from ..trainers.data.columns import needed_columns, require_columns
     from ..trainers.data.turns import expand_turns as expanded
 
-    dataset = load_rows(data)
+    rows = load_rows(data)
+    dataset = expanded(rows) if expand_turns else rows
+    trainer = trainer_of(dataset.column_names)
+    require_columns(dataset, data, *needed_columns(trainer))
     if tokenizer is not None:
         from transformers import AutoTokenizer
 
         loaded = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
     else:
-        loaded = tiny.train_tokenizer(tiny.texts_of(dataset), train_tokenizer)
-    dataset = expanded(dataset) if expand_turns else dataset
-    trainer = trainer_of(dataset.column_names)
-    require_columns(dataset, data, *needed_columns(trainer))
+        loaded = tiny.train_tokenizer(tiny.texts_of(rows), train_tokenizer)
     lengths = measure(dataset, loaded)
     kept, unit = lengths.truncated(max_length or None), UNITS[trainer]
     if not len(kept) or not kept.sequences.any():

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from datasets import Dataset, load_dataset
 from transformers import PreTrainedTokenizerBase
-from trl.data_utils import extract_prompt, is_conversational
+from trl.data_utils import extract_prompt, is_conversational, is_conversational_from_value, maybe_convert_to_chatml
 
 from ..files import DATA_FILES
 from ..trainers.data.chat_templates import renderer
@@ -33,7 +33,8 @@ def load_rows(data: str) -> Dataset:
     rows = load_dataset(builder or data, data_files=data if builder else None, split="train")
     if not len(rows):
         raise ValueError(f"{data} has no row in its split 'train'.")
-    return rows
+    is_sharegpt = is_conversational_from_value(rows[0])  # TRL's SFT trainer converts it
+    return rows.map(maybe_convert_to_chatml, remove_columns="conversations") if is_sharegpt else rows
 
 
 def trainer_of(columns: Iterable[str]) -> str:
@@ -43,7 +44,7 @@ def trainer_of(columns: Iterable[str]) -> str:
     Raises:
         ValueError: If no trainer does.
     """
-    names = {*columns} - {"conversations", "input_ids"}  # TRL takes them, too; they are not counted here
+    names = {*columns} - {"input_ids"}  # TRL takes them, too; they are not counted here
     for trainer in ("dpo", "kto", "sft"):
         if any(needed <= names for needed in needed_columns(trainer)[0]):
             return trainer
@@ -60,8 +61,6 @@ def token_rows(rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -
         `completion_ids`; for texts `input_ids`, and in `prompt` the number of tokens at their
         beginning that are not trained on.
     """
-    if not rows:
-        return []
     trainer = trainer_of(rows[0])
     if trainer == "dpo" and "prompt" not in rows[0]:
         rows = [extract_prompt(row) for row in rows]

@@ -10,9 +10,9 @@ Their ratio limits the speedup where time is proportional to tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import chain, islice
+from itertools import chain, groupby, islice
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from datasets import Dataset
 from rich.progress import track
 from transformers import PreTrainedTokenizerBase
 from transformers.trainer_pt_utils import get_length_grouped_indices
+from trl import is_conversational
 
 from ..core.layout.layout import GATHERED_KEYS_PER_TOKEN
 from ..trainers.batching.bin_packing import RowCosts, prefix_costs, sort_by_prefix, text_costs, truncated_tokens
@@ -152,9 +153,14 @@ def measure(dataset: Dataset, tokenizer: PreTrainedTokenizerBase) -> Lengths:
         tokenizer (`PreTrainedTokenizerBase`):
             Tokenizer of the model.
     """
-    rows = iter(track(dataset, "Tokenizing", len(dataset), transient=True))
-    chunks = iter(lambda: token_rows([*islice(rows, 1000)], tokenizer), [])  # rows of one call of the tokenizer
-    return Lengths.of(chain.from_iterable(chunks))
+
+    def tokenized() -> Iterator[TokenRow]:
+        rows = track(dataset, "Tokenizing", len(dataset), transient=True)
+        for _, alike in groupby(rows, is_conversational):  # after a chat, TRL also takes texts
+            while chunk := [*islice(alike, 1000)]:  # rows of one call of the tokenizer
+                yield from token_rows(chunk, tokenizer)
+
+    return Lengths.of(tokenized())
 
 
 def batch_tokens(lengths: Lengths, size: int, *, order: str = "random") -> BatchTokens:

@@ -7,7 +7,6 @@ Losses, metrics and the loop are TRL's. The mixin overrides each hook of TRL onc
 A new trainer is one file with a task and a class, a configuration, and the lines that CONTRIBUTING.md lists:
 
     class XTask(Task):
-        columns, needs = needed_columns("x")               # columns that a dataset must have
         collators = {trl_x.DataCollatorForX: OurCollator}  # if `padding_side` should work
 
         def padded_batches(self, inputs): ...              # if a batch has other names for ids and mask

@@ -11,11 +11,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
-from datasets import Dataset, IterableDataset
 from transformers import TrainingArguments
 
 from .checks.user_code import why_padded
-from .data.columns import require_columns
 from .protocols import TaskTrainer
 
 
@@ -24,14 +22,6 @@ __all__ = ["PairTask", "Task"]
 
 class Task:
     """The default task, for any trainer; a subclass overrides what differs."""
-
-    # Columns of a dataset
-
-    columns: ClassVar[list[set[str]]] = []
-    """Sets of columns; the data of a training command must have all columns of one of them."""
-
-    needs = ""
-    """Beginning of the error about missing columns: what needs them."""
 
     # Batches
 
@@ -66,12 +56,6 @@ class Task:
 
     def check(self, config: TrainingArguments | None, init_kwargs: dict[str, Any]) -> None:
         """Raise errors that need no loaded model. `init_kwargs`: the arguments of the trainer's `__init__` by name."""
-
-    @classmethod
-    def require_columns(cls, dataset: Dataset | IterableDataset, dataset_name: str, config: Any) -> None:
-        """Raise a `ValueError` if a dataset lacks columns of the task, or a row a value in one of them."""
-        if cls.columns:
-            require_columns(dataset, dataset_name, cls.columns, cls.needs)
 
     def on_attached(self) -> None:
         """Raise errors that need both TRL's prepared data and the models with padding removed."""

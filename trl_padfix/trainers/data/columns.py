@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import pairwise
+from collections.abc import Iterable, Iterator
+from itertools import islice, pairwise
 from reprlib import repr as shortened
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset, IterableDataset
 
 
-__all__ = ["column_names", "lists", "needed_columns", "require_columns"]
+__all__ = ["column_names", "lists", "needed_columns", "require_columns", "require_values"]
+
+CHATS = "lists of messages ([{'role': ..., 'content': ...}])"
+
+READ = {
+    **dict.fromkeys(("chosen", "completion", "prompt", "rejected", "text"), f"only texts, or only {CHATS}"),
+    "messages": f"{CHATS}, not their JSON",
+    "conversations": "lists of messages ([{'from': ..., 'value': ...}])",
+    "label": "true or false",
+}
+"""What TRL reads in a column."""
 
 
 def needed_columns(method: str, text_column: str = "text") -> tuple[list[set[str]], str]:
@@ -59,11 +71,12 @@ def lists(dataset: Dataset, column: str) -> Iterator[np.ndarray]:
 
 def require_columns(
     data: Dataset | IterableDataset | set[str], dataset_name: str, alternatives: list[set[str]], needs: str
-) -> None:
+) -> list[str]:
     """
     Raise a `ValueError` if a dataset, or a set of columns, lacks one of each of the `alternatives`.
 
-    The error names the first. A dataset also needs a value for each row, in the columns of the last one that it has.
+    The error names the first. Of the last one that the data have, TRL reads the columns: their names are returned, and
+    a dataset also needs a value in each row that [`require_values`] accepts.
     """
     columns = data if isinstance(data, set) else column_names(data)
     if columns and all(alternative - columns for alternative in alternatives):
@@ -72,11 +85,40 @@ def require_columns(
             f"The {dataset_name} dataset has no column {' and no column '.join(map(repr, missing))}; it has "
             f"{sorted(columns)}. {needs}: rename its columns, or map it to them."
         )
-    read = next((alternative for alternative in reversed(alternatives) if alternative <= columns), ())
-    for name in sorted(read):
-        if isinstance(data, Dataset) and data.data.column(name).null_count and None in (values := list(data[name])):
-            row = values.index(None)
-            raise ValueError(
-                f"Row {row} (counted from 0) of the {dataset_name} dataset has no {name!r}: {shortened(data[row])}. "
-                "Write a value, or filter the row out."
-            )
+    read = sorted(next((alternative for alternative in reversed(alternatives) if alternative <= columns), ()))
+    if isinstance(data, Dataset) and read:
+        rows = data.select_columns(read)
+        # Values of a column without null have one type, unless it is JSON.
+        differ = any(c.null_count or isinstance(c.type, pa.BaseExtensionType) for c in rows.data.itercolumns())
+        place = f"Row {{}} (counted from 0) of the {dataset_name} dataset"
+        require_values((place.format(i), row) for i, row in enumerate(islice(rows, None if differ else 1)))
+    return read
+
+
+def require_values(rows: Iterable[tuple[str, dict[str, Any]]]) -> None:
+    """
+    Raise a `ValueError` for the first value that TRL cannot read, in rows that come with their place for the error.
+
+    The values of a row are texts, or they are lists of messages. If the first row has texts, TRL appends the EOS to
+    each row, and so all need texts.
+    """
+    first = ""
+    for place, row in rows:
+        kinds = {first} if first == "text" else {"text", "chat"}
+        for name, value in row.items():
+            if value is None:
+                raise ValueError(f"{place} has no {name!r}: {shortened(row)}. Write a value, or filter the row out.")
+            if name not in READ or (name == "label" and isinstance(value, int | float)):
+                continue
+            if (kind := _kind(name, value)) not in kinds:
+                raise ValueError(f"{place} has {shortened(value)} as {name!r}. TRL reads {READ[name]}.")
+            kinds = {kind}
+        first = first or min(kinds)
+
+
+def _kind(name: str, value: Any) -> str | None:
+    """`"text"` or `"chat"`, as TRL reads a value of a column; `None` if it reads neither."""
+    key = "from" if name == "conversations" else "role"
+    if isinstance(value, list) and any(isinstance(message, dict) and key in message for message in value[:1]):
+        return "chat"
+    return "text" if isinstance(value, str) and name not in ("messages", "conversations", "label") else None

@@ -10,7 +10,6 @@ import trl.trainer.dpo_trainer as trl_dpo
 
 from ..base import PaddingFreeMixin
 from ..data.collators import DataCollatorForPreference, DataCollatorForVisionPreference
-from ..data.columns import needed_columns
 from ..task import PairTask
 
 
@@ -20,7 +19,6 @@ __all__ = ["DPOTrainer"]
 class DPOTask(PairTask):
     """Rows are pairs of completions."""
 
-    columns, needs = needed_columns("dpo")
     generates_rows = False
     collators = {
         trl_dpo.DataCollatorForPreference: DataCollatorForPreference,

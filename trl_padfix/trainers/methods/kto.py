@@ -15,7 +15,6 @@ from accelerate.utils import reduce
 from ...core.context import context, temporarily_set, within
 from ..base import PaddingFreeMixin
 from ..data.collators import SidedCollator, to_padding_side_with_kl
-from ..data.columns import needed_columns
 from ..task import Task
 
 
@@ -75,7 +74,6 @@ class DataCollatorForVisionUnpairedPreference(SidedCollator, trl_kto.DataCollato
 class KTOTask(Task):
     """Rows are completions with a label; the KL term has rows with completions of other prompts."""
 
-    columns, needs = needed_columns("kto")
     generates_rows = False
     collators = {
         trl_kto.DataCollatorForUnpairedPreference: DataCollatorForUnpairedPreference,

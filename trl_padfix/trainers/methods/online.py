@@ -20,7 +20,6 @@ from ..base import PARTS, PaddingFreeMixin, hook
 from ..batching.row_order import RowOrder
 from ..checks.user_code import custom_batch_name
 from ..data.batch_rows import numbered_images, without_images
-from ..data.columns import needed_columns
 from ..messages import say
 from ..metrics.exact_eval_means import ExactMeans
 from ..parts.generation import Generation
@@ -42,7 +41,6 @@ def trained_tokens(batch: dict[str, Any]) -> torch.Tensor:
 class OnlineTask(Task):
     """Each row is a prompt with a completion; the rows of a group have one prompt."""
 
-    columns, needs = needed_columns("online")
     generates_rows = True
     min_max_metrics = {"clip_ratio/low_min": torch.min, "clip_ratio/high_max": torch.max}
 

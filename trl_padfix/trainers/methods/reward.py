@@ -13,7 +13,7 @@ from transformers import TrainingArguments
 from ...core.anatomy import find_pretrained
 from ..base import PaddingFreeMixin
 from ..data.collators import DataCollatorForReward
-from ..data.columns import lists, needed_columns
+from ..data.columns import lists
 from ..distributed import datasets_of
 from ..task import PairTask
 
@@ -24,7 +24,6 @@ __all__ = ["RewardTrainer"]
 class RewardTask(PairTask):
     """Rows are pairs of sequences; the model gives each sequence a score."""
 
-    columns, needs = needed_columns("reward")
     generates_rows = False
     collators = {trl_reward.DataCollatorForPreference: DataCollatorForReward}
     sequences = (("chosen_ids",), ("rejected_ids",))

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import trl
 import trl.trainer.sft_trainer as trl_sft
-from datasets import Dataset, IterableDataset
 from transformers import TrainingArguments
 
 from ...core.model.older import silence_packing_warning
@@ -19,7 +18,6 @@ from ..data.collators import (
     SidedCollator,
     pad_right,
 )
-from ..data.columns import needed_columns, require_columns
 from ..data.turns import expand_datasets
 from ..settings import Settings
 from ..task import Task
@@ -45,11 +43,6 @@ class SFTTask(Task):
                 f"`packing=True` leaves nothing to pad on the {side}: batches are rows of whole sequences, one after "
                 "the other. Leave `padding_side` out, or set `packing=False`."
             )
-
-    @classmethod
-    def require_columns(cls, dataset: Dataset | IterableDataset, dataset_name: str, config: TrainingArguments) -> None:
-        if not config.expand_turns:  # it checks its columns itself, and leaves missing conversations out
-            require_columns(dataset, dataset_name, *needed_columns("sft", config.dataset_text_field))
 
     def packs_rows(self) -> bool:
         collator, args = self.trainer.data_collator, self.trainer.args
