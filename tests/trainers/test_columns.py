@@ -42,7 +42,7 @@ CHAT = [{"role": "user", "content": "a"}]
     ("rows", "wrong"),
     [
         ([("prompt", "a"), ("prompt", CHAT)], r"Row 1 \(counted from 0\) .* has \[{'content': 'a', .* as 'prompt'"),
-        ([("prompt", CHAT), ("prompt", "a")], None),  # TRL trains on them
+        ([("prompt", CHAT), ("prompt", "a"), ("prompt", CHAT)], None),  # TRL trains on them
         (
             [("prompt", "a"), ("prompt", 5)],
             r"Row 1 .* has 5 as 'prompt'\. TRL reads only texts, or only lists of mess",
