@@ -68,7 +68,7 @@ def training(method: str) -> Callable[[typer.Context], None]:
         try:
             launch_command(launch)
         except SignalException as error:
-            raise typer.Exit(INTERRUPTED) from error
+            raise typer.Exit(128 + error.sigval) from error
         except (CalledProcessError, ChildFailedError) as error:  # the processes have printed the reason
             code = error.returncode if isinstance(error, CalledProcessError) else 1
             raise typer.Exit(128 - code if code < 0 else code if code == INTERRUPTED else 1) from error

@@ -25,8 +25,8 @@ __all__ = ["DEBUG", "UserErrorGroup", "explain_errors"]
 DEBUG = "TRL_PADFIX_DEBUG"
 """Environment variable that `--debug` sets, because the processes of a training inherit it."""
 
-CHECKERS = ("accelerate", "datasets", "huggingface_hub", "peft", "transformers", "trl", "trl_padfix")
-"""Packages that check what a user gives them, and raise errors with a message."""
+CHECKERS = ("accelerate", "datasets", "enum.py", "huggingface_hub", "peft", "transformers", "trl", "trl_padfix")
+"""Packages (and a module) that check what a user gives them, and raise errors with a message."""
 
 
 class UserErrorGroup(TyperGroup):
