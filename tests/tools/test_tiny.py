@@ -1,13 +1,11 @@
 """The chat template of the tiny tokenizers: what it renders, and what of it `assistant_only_loss` trains on."""
 
-import itertools
-
 import pytest
 from datasets import Dataset
 from transformers import AutoConfig, AutoTokenizer
 
 from trl_padfix import SFTConfig, SFTTrainer
-from trl_padfix.tools.tiny import RECORD, SHAPES, build_qwen2, build_tiny, built_once, fingerprint, train_tokenizer
+from trl_padfix.tools.tiny import RECORD, SHAPES, build_qwen2, build_tiny, built_once, train_tokenizer
 
 
 CALL = {"type": "function", "function": {"name": "look", "arguments": {"room": "hall"}}}
@@ -74,13 +72,6 @@ def test_another_one_is_not_taken_for_it(tmp_path):
     (tmp_path / "model" / RECORD).unlink()
     with pytest.raises(ValueError, match="or by another program"):
         built_once(tmp_path / "model", {"tiny_model": "tiny", "layers": 2}, build)
-
-
-def test_the_fingerprint_tells_texts_and_their_bounds_apart():
-    texts = [["ab", "c"], ["a", "bc"], ["abc"], ["c", "ab"], ["ab", "c", ""], ["ab", "\udce9"]]
-    prints = [fingerprint(iter(t)) for t in texts]
-    assert all(a != b for a, b in itertools.combinations(prints, 2))
-    assert fingerprint(["ab", "c"]) == prints[0]
 
 
 def test_a_tiny_model_has_an_embedding_for_each_token_of_its_loaded_tokenizer(tmp_path):

@@ -152,11 +152,9 @@ def check_given(method: str, given: Given) -> str | bool | None:
     if isinstance(names := values.get("reward_funcs"), str):
         raise ValueError(f"{places['reward_funcs']}: write a list: `reward_funcs: [{names}]`.")
     for module, _, function in (str(name).rpartition(".") for name in names or ()):  # an import would run user code
-        if "/" in module or function == "py":
-            raise ValueError(f"{places['reward_funcs']}: {module}.{function} is a path. Write `module.function`.")
         file = Path(module.replace(".", "/") + ".py") if module else _folder("trl") / "rewards/__init__.py"
         source = file.read_text("utf-8") if file.is_file() else function  # of a package, which TRL imports later
-        if not re.search(rf"\b{re.escape(function)}\b|import \*|def __get", source):
+        if "/" in module or not re.search(rf"\b{re.escape(function)}\b|import \*|def __get", source):
             raise ValueError(f"{places['reward_funcs']}: {file} has no {function!r}. Correct it: `module.function`.")
         # After an empty line: a decorator may take what the function does not.
         pattern = rf"(\A|\n\n)(async )?def {re.escape(function)}\(((?!\*\*|completion_ids).)*?\)\s*(->|:)"

@@ -23,23 +23,17 @@ if TYPE_CHECKING:
 
 __all__ = ["describe", "doctor"]
 
-DTYPES = ("float32", "float16", "bfloat16")
-
 
 def doctor(
     model: Annotated[str | None, Option(help="Path or Hub id of a model to diagnose.")] = None,
     attn: Annotated[str | None, Option(help="Attention implementation that must run.")] = None,
-    dtype: Annotated[str | None, Option(help="float32, float16 or bfloat16. [default: depends on the GPU]")] = None,
     as_json: Annotated[bool, Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
     """Show what runs here and how a model is packed; exit with 1 if what you request cannot run."""
-    if dtype not in (None, *DTYPES):
-        raise typer.BadParameter(f"{dtype!r} is not one of {', '.join(DTYPES)}.", param_hint="--dtype")
-
     with redirect_stdout(sys.stderr):  # what other packages print
         from ..tools.doctor import diagnose
 
-        diagnosis = diagnose(model, attn, dtype)
+        diagnosis = diagnose(model, attn)
     typer.echo(json.dumps(asdict(diagnosis), indent=2) if as_json else "\n".join(describe(diagnosis)))
     raise typer.Exit(1 if diagnosis.problems else 0)
 

@@ -51,14 +51,14 @@ class Diagnosis:
     versions: dict[str, str | None]  # of Python and of packages; `None` where one is not installed
     tested: bool  # whether these versions of transformers and TRL are tested together
     machine: Machine
-    dtype: str  # the precision of attention
+    dtype: str  # the precision of attention: bfloat16 on a GPU that has it, else float32
     attention: dict[str, str | None]  # implementations, and why one cannot run packed
     auto: str  # the one that `"auto"` chooses
     model: ModelReport | None
     problems: list[str]  # reasons why the requested model, attention or precision cannot run
 
 
-def diagnose(model: str | None = None, attn: str | None = None, dtype: str | None = None) -> Diagnosis:
+def diagnose(model: str | None = None, attn: str | None = None) -> Diagnosis:
     """
     Diagnose this machine, and a model if one is named.
 
@@ -67,15 +67,13 @@ def diagnose(model: str | None = None, attn: str | None = None, dtype: str | Non
             Path or Hub id; only its configuration is read.
         attn (`str`, *optional*):
             Attention implementation that must run.
-        dtype (`str`, *optional*):
-            Precision of attention; by default bfloat16 on a GPU that has it, else float32.
 
     Returns:
         [`Diagnosis`], whose `problems` name everything that cannot be read or cannot run.
     """
     machine = Machine.of()
     has_bf16 = machine.device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    dtype = dtype or ("bfloat16" if has_bf16 else "float32")
+    dtype = torch.bfloat16 if has_bf16 else torch.float32
     versions = installed_versions(PACKAGES)
     tested = (versions["transformers"], versions["trl"]) in TESTED
     problems = [
@@ -96,7 +94,7 @@ def diagnose(model: str | None = None, attn: str | None = None, dtype: str | Non
                 f"{model}: there is no configuration of a transformers model in a folder of this name, on the Hub or "
                 f"in its cache ({error})"
             )
-    run = machine, getattr(torch, dtype), config
+    run = machine, dtype, config
     auto, _ = fastest_attention(*run)
     names = ATTENTIONS if attn in (None, "auto", *ATTENTIONS) else (*ATTENTIONS, attn)
     attention = {name: attention_obstacle(name, *run) for name in names}
@@ -105,7 +103,7 @@ def diagnose(model: str | None = None, attn: str | None = None, dtype: str | Non
     report = None if config is None else _report(model, config)
     if report is not None and report.refusal is not None:
         problems.append(f"Padding cannot be removed from {report.architecture}: {report.refusal}")
-    return Diagnosis(describe_system(), versions, tested, machine, dtype, attention, auto, report, problems)
+    return Diagnosis(describe_system(), versions, tested, machine, str(dtype)[6:], attention, auto, report, problems)
 
 
 def _report(name: str, config: PretrainedConfig) -> ModelReport:

@@ -6,15 +6,14 @@ A recipe builds its model in its output folder: once, and it does not reuse it f
 
 from __future__ import annotations
 
-import hashlib
 import json
-import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import PartialState
+from datasets.fingerprint import Hasher
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
@@ -22,8 +21,7 @@ from ..files import write_whole_folder
 
 
 __all__ = [
-    "CHAT_TEMPLATE", "RESPONSE_TEMPLATE", "SHAPES", "build_qwen2", "build_tiny", "built_once", "fingerprint",
-    "texts_of", "train_tokenizer",
+    "CHAT_TEMPLATE", "SHAPES", "build_qwen2", "build_tiny", "built_once", "texts_of", "train_tokenizer",
 ]  # fmt: skip
 
 TRAINED = ("prompt", "chosen", "rejected", "completion", "text", "messages")
@@ -51,13 +49,6 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}" + f"{START}assistant\n" + "{% endif %}"
 )
 """Chat template. Messages of the assistant with their end token are marked for `assistant_only_loss`."""
-
-RESPONSE_TEMPLATE = {
-    "defaults": {"role": "assistant"},
-    "start_anchor": f"{START}assistant\n",
-    "fields": {"content": {"close_pattern": re.escape(EOS) + r"\s*", "content": "text"}},
-}
-"""How transformers reads an answer back from its text: TRL's rollout worker needs it."""
 
 SHAPES: dict[str, dict[str, int]] = {
     "tiny": dict(layers=2, hidden_size=128, heads=4, kv_heads=2, intermediate_size=352, vocab_size=2048),
@@ -87,15 +78,13 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     )
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.add_special_tokens([UNKNOWN])
-    fast = PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=PAD,
         eos_token=EOS,
         additional_special_tokens=[START],
         chat_template=CHAT_TEMPLATE,
     )
-    fast.response_template = RESPONSE_TEMPLATE  # transformers before 5.13 does not save it
-    return fast
 
 
 def build_qwen2(tokenizer: PreTrainedTokenizerFast, *, seed: int = 0, **shape: Any) -> PreTrainedModel:
@@ -155,14 +144,6 @@ def built_once(directory: str | Path, built_from: dict[str, Any], build: Callabl
     return str(directory)
 
 
-def fingerprint(texts: Iterable[str]) -> str:
-    """SHA-256 of texts: equal if a tokenizer would be trained on the same texts."""
-    digest = hashlib.sha256()
-    for text in texts:
-        digest.update(ascii(text).encode())  # with its quotes: ["ab", "c"] and ["a", "bc"] differ
-    return digest.hexdigest()
-
-
 def build_tiny(shape: str, rows: Any, directory: str | Path) -> str:
     """
     Train a tokenizer on the data, build a random Qwen2 for it, and save both like a downloaded model.
@@ -201,7 +182,8 @@ def build_tiny(shape: str, rows: Any, directory: str | Path) -> str:
         tokenizer.save_pretrained(folder)
         build_qwen2(tokenizer, **SHAPES[shape] | {"vocab_size": len(tokenizer)}).save_pretrained(folder)
 
-    return built_once(directory, {"tiny_model": shape, **SHAPES[shape], "texts": fingerprint(texts_of(rows))}, build)
+    texts = Hasher.hash([*texts_of(rows)])
+    return built_once(directory, {"tiny_model": shape, **SHAPES[shape], "texts": texts}, build)
 
 
 def texts_of(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
