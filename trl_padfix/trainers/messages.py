@@ -17,7 +17,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def say(text: str) -> None:
-    """Log a line at INFO. If INFO is not shown, print it, unless logging is quiet or `trl_padfix` has its own level."""
+    """Log a line at INFO. If INFO is not shown, print it, unless logging is quiet or `trl_padfix` has a level."""
     log = logging.getLogger(__name__)  # accelerate's logger needs its state, which other stacks may not have
     if log.isEnabledFor(logging.INFO) and log.hasHandlers():
         log.info(text)
