@@ -127,6 +127,8 @@ def test_new_tokens_begin_behind_the_columns_that_were_given():
     assert torch.equal(output.sequences, found)
     assert torch.equal(generate(model, ids, attention_mask=mask, **SETTINGS), found)
     assert found[:, : -6 - max(map(len, ROWS))].eq(PAD).all()
+    of_columns = generate(model, inputs, **SETTINGS | {"max_new_tokens": None}, max_length=ids.shape[1] + 6)
+    assert torch.equal(of_columns, found)
 
 
 def test_the_prompts_of_an_encoder_are_left_as_they_are():
@@ -206,5 +208,7 @@ def test_a_cache_in_a_padded_batch_that_is_trained_on_is_said_and_counted():
         with torch.no_grad():  # as generation does
             model(ids, attention_mask=mask, use_cache=True)
         assert handle.stats.padded_forwards == 1
+        with pytest.raises(ValueError, match="To decode, pass `use_cache=True`"):  # no cache came from an earlier call
+            model(ids[:, -1:], attention_mask=nn.functional.pad(mask, (0, 1), value=1))
     with remove_padding(model, strict=True), pytest.raises(PaddingRemovalError, match="use_cache"):
         model(ids, attention_mask=mask, use_cache=True)

@@ -132,6 +132,9 @@ def generate(model: Any, inputs: Mapping[str, Any] | torch.Tensor, **kwargs: Any
             return model.generate(**call)
         columns = call[main].shape[1]
         call |= _aligned(call, main)
+        removed = columns - call[main].shape[1]
+        # They count the columns of the prompt.
+        call |= {name: call[name] - removed for name in ("max_length", "min_length") if call.get(name)}
         lengths = call["attention_mask"].sum(1)
         if int(lengths.min()) < int(lengths.max()):
             _refuse_counted_columns(model)
@@ -140,7 +143,6 @@ def generate(model: Any, inputs: Mapping[str, Any] | torch.Tensor, **kwargs: Any
             # longer than the one token of each row.
             call.setdefault("output_router_logits", False)
         output = model.generate(**call)
-    removed = columns - call[main].shape[1]
     if removed == 0 or main != "input_ids":
         return output
     # The padding columns that aligning removed: callers cut off the prompts at column `L`.
