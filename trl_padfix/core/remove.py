@@ -197,9 +197,10 @@ def _probe(handle: PaddingRemoval) -> None:
     if change:
         raise PaddingRemovalError(
             f"Padding cannot be removed from {type(handle.anatomy.pretrained).__name__}: packed, the states of a row "
-            f"change by {change:.0e} with the row in front of it. A module combines tokens, and no parameter of its "
-            f"forward shows that. It is one of these: {', '.join(classes[:5])}. Give its forward a parameter "
-            "`attention_mask`, and the module runs row by row; or leave the model padded."
+            f"change by {change:.0e} with the row in front of it. A module combines tokens outside of "
+            f"attention. It is one of these: {', '.join(classes[:5])}. Move what combines tokens into a module beside "
+            "the attention, whose forward has a parameter `attention_mask`: it then runs row by row. Or leave the "
+            "model padded."
         )
 
 

@@ -130,6 +130,7 @@ class ParityReport(Distance):
 
     def __str__(self) -> str:
         mode = "prefix sharing" if self.prefix_sharing else "padding-free"
+        verdict = ("ok" if self.packed_tokens else "not tested, because nothing was packed") if self.ok else "FAILED"
         yardstick = "" if self.rounding is None else f", where two padded forwards differ by {self.rounding:.2e}"
         gradient = f"; gradients not compared: {self.not_compared}" if self.not_compared else self._gradient_text
         alone = ""
@@ -139,7 +140,7 @@ class ParityReport(Distance):
                 f"padded differs by {self.padded_from_alone}"
             )
         return (
-            f"parity {'ok' if self.ok else 'FAILED'} ({mode}, {self.implementation}, {self.dtype}): difference of "
+            f"parity {verdict} ({mode}, {self.implementation}, {self.dtype}): difference of "
             f"{self.compared} scores {self._scores_text}{yardstick}{gradient}; "
             f"{self.packed_tokens} packed against {self.padded_tokens} padded tokens{alone}"
             + ("" if self.longest is None else f"; the longest row, packed and alone: {self.longest}")

@@ -55,8 +55,8 @@ MIXES_ROWS = (
 )
 
 NOT_COMPARED = (
-    "The loss of {} is not compared: its batches lack `input_ids` and `attention_mask` (`task_class` can name them). "
-    "If it reads padding, mask it."
+    "The loss of {} is not compared: its batches lack `input_ids` and `attention_mask` (the `task_class` of "
+    "`padding_free_trainer` can name them). If it reads padding, mask it."
 )
 
 MOST_ZEROS = 50
@@ -266,9 +266,9 @@ class Parity(Part):
         if report is None:
             if (name := custom_loss_name(trainer)) is not None:
                 logger.warning(
-                    f"`{name}` was not compared with its padded value: it does not run on a few rows of a batch. If "
-                    "it reads logits at padding, they are zero: mask them by `attention_mask`, or set "
-                    "`padding_free=False`."
+                    f"`{name}` was not compared with its padded value: it does not run on a few rows of a batch, or "
+                    "the batch has no `attention_mask`. If it reads logits at padding, they are zero: mask them by "
+                    "`attention_mask`, or set `padding_free=False`."
                 )
             return None
         verdict = schedule.verdict(report.ok, report.is_zero)
