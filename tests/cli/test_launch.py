@@ -353,6 +353,8 @@ def test_flags_of_accelerate_are_taken_from_the_command_line_and_the_yaml(recipe
     path.write_text("{}")
     monkeypatch.setattr(accelerate_launch, "default_config_file", str(tmp_path / "none.yaml"))
     assert [parse("dpo", ["--config", str(recipe), "--num_processes", n])[1].multi_gpu for n in "12"] == [False, True]
+    one = ["--accelerate_config", "single_gpu", "--num_processes", "2", "--dry_run", "true"]
+    assert parse("dpo", ["--config", str(recipe), *one])[1].multi_gpu
     args = ["--config", str(recipe), "--accelerate_config", str(path), "--main_process_port", "1234"]
     _, launch = parse("dpo", args)
     assert (launch.num_processes, launch.main_process_port, launch.config_file) == (1, 1234, str(path))

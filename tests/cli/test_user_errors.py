@@ -102,6 +102,7 @@ EARLY = [
     (["rloo", *PROMPTS, "--rloo_k", "2"], "--rloo_k (it is `num_generations` now)"),
     (["dpo", *RUN, "--max_completion_length", "9"], "(it is `max_length` here, of prompt and completion)"),
     (["grpo", *PROMPTS, "--reward_funcs", "rewards.bad"], "--reward_funcs: rewards.py has no 'bad'. Correct it"),
+    (["grpo", *PROMPTS, "--reward_funcs", "mine.good"], "--reward_funcs: there is no module 'mine' here ("),
     (["grpo", *PROMPTS, "--reward_funcs", "rewards.py"], "rewards.py has no 'py'. Correct it: `module.function`."),
     (["grpo", *PROMPTS, "--reward_funcs", "rewards.bare"], "Write `def bare(completions, **kwargs)`."),
     (["grpo", *PROMPTS, "--reward_funcs", "accuracy"], "rewards/__init__.py has no 'accuracy'. Correct it"),

@@ -224,6 +224,8 @@ def test_an_unknown_argument_of_a_trainer_is_named():
     for trainer in (trl_padfix.DPOTrainer, trl_padfix.SFTTrainer, trl_padfix.GRPOTrainer):
         with pytest.raises(TypeError, match="unexpected keyword argument 'zebra'"):
             trainer("model", args=DPOConfig(**ON_CPU), zebra=1)
+    with pytest.raises(TypeError, match=r"DPOTrainer.__init__\(\) .* 'tokenizer'\. It is `processing_class` now"):
+        trl_padfix.DPOTrainer("model", tokenizer=None)
 
 
 def test_sequence_parallelism_is_refused(tmp_path, monkeypatch):

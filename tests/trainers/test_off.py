@@ -38,13 +38,14 @@ def test_off_is_trl_bit_for_bit_and_says_so(tmp_path, monkeypatch, caplog):
     assert any("TRL_PADFIX_OFF is set" in text for text in caplog.messages)
 
 
-def test_no_field_that_needs_padding_free_stays_on(monkeypatch):
-    monkeypatch.setenv("TRL_PADFIX_OFF", "1")
-    args = trl_padfix.RewardConfig("runs/off", padding_free=True, pool_last_token=True, use_cpu=True, bf16=False)
-    assert (args.padding_free, args.pool_last_token) == (False, False)
-    monkeypatch.delenv("TRL_PADFIX_OFF")
-    with pytest.raises(ValueError, match="`pool_last_token=True` needs `padding_free=True`"):
-        trl_padfix.RewardConfig("runs/off", pool_last_token=True, use_cpu=True, bf16=False)
+@pytest.mark.parametrize("kind", ["SFT", "Reward"])
+def test_a_configuration_made_before_it_is_set_packs_after_it_is_unset(kind, tmp_path, monkeypatch):
+    args = make_trainer(trl_padfix, kind, tmp_path, padding_free=True, **TRAINED).args
+    for off in ("1", "", "1"):
+        monkeypatch.setenv("TRL_PADFIX_OFF", off)
+        trainer = make_trainer(trl_padfix, kind, tmp_path, args=args)
+        trainer.train()
+        assert (trainer.padding.stats.packed_tokens > 0) is not bool(off)
 
 
 def test_a_model_is_left_as_it_is(monkeypatch):

@@ -153,6 +153,9 @@ def check_given(method: str, given: Given) -> str | bool | None:
         raise ValueError(f"{places['reward_funcs']}: write a list: `reward_funcs: [{names}]`.")
     for module, _, function in (str(name).rpartition(".") for name in names or ()):  # an import would run user code
         file = Path(module.replace(".", "/") + ".py") if module else _folder("trl") / "rewards/__init__.py"
+        package = module.partition(".")[0]
+        if package and not (file.is_file() or Path(package).is_dir() or find_spec(package)):
+            raise ValueError(f"{places['reward_funcs']}: there is no module {module!r} here ({Path.cwd()}).")
         source = file.read_text("utf-8") if file.is_file() else function  # of a package, which TRL imports later
         if "/" in module or not re.search(rf"\b{re.escape(function)}\b|import \*|def __get", source):
             raise ValueError(f"{places['reward_funcs']}: {file} has no {function!r}. Correct it: `module.function`.")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -42,6 +43,7 @@ HELP = {
 def make_parser(method: str) -> TrlParser:
     """The parser of TRL's script for our configuration; its `--help` shows the fields of this package first."""
     from transformers import TrainingArguments
+    from transformers.hf_argparser import string_to_bool
 
     config = _class(method, "Config")
     # TRL's script imports our classes from `trl` in this block.
@@ -53,7 +55,8 @@ def make_parser(method: str) -> TrlParser:
         "`--resume_from_checkpoint`: a folder, or `latest`. Flags of `accelerate launch` work too, also in a YAML."
     )
     about = "Check settings, data, model and the first batch without training or writing files."
-    parser.add_argument("--dry_run", "--dry-run", action="store_true", help=about)
+    flag: Any = dict(nargs="?", const=True, default=False, type=string_to_bool, help=about)
+    parser.add_argument("--dry_run", "--dry-run", **flag)
     if method in TINY:
         about = "Train a random Qwen2 of this shape, with a tokenizer trained on the data, built in `output_dir`."
         parser.add_argument("--tiny_model", "--tiny-model", choices=TINY_MODELS, help=about)
@@ -106,8 +109,10 @@ def parse(method: str, args: Sequence[str]) -> tuple[list[Any], Namespace]:
     launch, unknown = launch_command_parser().parse_known_args([*others, *script])
     if unknown or launch.training_script_args != script[2:]:
         raise ValueError(f"Unexpected argument `{' '.join(unknown or [launch.training_script])}`.")
-    chosen = {"config_file", "cpu", "mpirun_hostfile", "tpu", "use_deepspeed", "use_fsdp", "use_megatron_lm"}
-    is_chosen = any(vars(launch)[name] for name in chosen) or Path(default_config_file).is_file()
+    chosen = {"cpu", "mpirun_hostfile", "tpu", "use_deepspeed", "use_fsdp", "use_megatron_lm"}
+    file = Path(launch.config_file or default_config_file)
+    says_how = file.is_file() and not re.search(r"distributed_type: \W?NO\b", file.read_text("utf-8"))
+    is_chosen = says_how or any(vars(launch)[name] for name in chosen)
     if not is_chosen and (launch.num_processes or 1) > 1:
         launch.multi_gpu = True  # else accelerate runs one process where it finds no two GPUs
     parsed[1].resume_from_checkpoint = resume_from

@@ -36,7 +36,7 @@ class UserErrorGroup(TyperGroup):
         if "--debug" in args[1:] and args[0] not in METHODS:  # trainings have a field `debug` of TRL
             os.environ[DEBUG] = "1"
             args = [arg for arg in args if arg != "--debug"]
-        return super().resolve_command(ctx, args)
+        return super().resolve_command(ctx, [args[0].lower(), *args[1:]])  # also `trl-padfix DPO`
 
     def invoke(self, ctx: Any) -> Any:
         with explain_errors(lambda: f"{ctx.command_path} {ctx.invoked_subcommand or ''}".rstrip()):

@@ -134,7 +134,7 @@ def remove_padding(
             f"Padding removal is attached to this {type(anatomy.decoder).__name__} already. Call `.remove()` on the "
             "first handle before attaching again, for instance with another `prefix_sharing`; where a trainer or a "
             "callback attached it, `trainer.restore_padding()` or `callback.remove()` (our trainers need no "
-            "callback). If the handle is lost, attach to `copy.deepcopy(model)`."
+            "callback). If the handle is lost, load the model again."
         )
     with ExitStack() as on_error:
         exchanged = [] if attn_implementation is None or is_off() else set_attention(model, attn_implementation)

@@ -54,7 +54,7 @@ from .parts.padding_side import PaddingSide
 from .parts.parity import Parity
 from .parts.part import Evaluation, Padding, Part, Step, entered
 from .resume import checkpoint_to_resume
-from .settings import COMPUTED, PackingConfig, Settings, trls_configuration
+from .settings import COMPUTED, PackingConfig, Settings, trls_configuration, values_off
 from .task import Task
 
 
@@ -177,7 +177,8 @@ class PaddingFreeMixin:
                     part.check(config, init_kwargs)
                 if padding.settings.are_set:
                     padding.task.check(config, init_kwargs)
-                with entered(part.around_init(config) for part in padding.parts):
+                around = (part.around_init(config) for part in padding.parts)
+                with temporarily_set(config, **values_off(config)), entered(around):
                     super().__init__(*args, **kwargs)
                 if padding.settings.are_set:
                     self.padding_free = padding.settings.padding_free
@@ -261,7 +262,8 @@ class PaddingFreeMixin:
         """A block in which TRL makes a data loader: every training and evaluation begins with one."""
         given, now = vars(self.padding.settings), vars(Settings.of(self.args, **self.fixed_settings))
         if late := [f"`{name}={now[name]}`" for name in given if now[name] != given[name]]:
-            raise ValueError(f"Set {', '.join(late)} before you make the trainer: it has already read its fields.")
+            names = OFF if is_off() else ", ".join(late)
+            raise ValueError(f"Set {names} before you make the trainer: it has already read its fields.")
         with self.padding.in_use():
             self._follow_models()  # after `model_init`; data loaders read the handle of the model
             if is_training and self.padding.settings.are_set:
@@ -380,7 +382,11 @@ class PaddingFreeMixin:
 def arguments_by_name(owners: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Arguments of an `__init__` by name. Each of `owners` defines one, and passes `*args` on to the next."""
     signature = inspect.signature(owners[0].__init__)
-    named = dict([*signature.bind(None, *args, **kwargs).arguments.items()][1:])  # without `self`
+    try:
+        named = dict([*signature.bind(None, *args, **kwargs).arguments.items()][1:])  # without `self`
+    except TypeError as error:
+        renamed = " It is `processing_class` now." if "'tokenizer'" in str(error) else ""
+        raise TypeError(f"{owners[0].__name__}.__init__() {error}.{renamed}") from None
     kinds = {parameter.kind: name for name, parameter in signature.parameters.items()}
     args = named.pop(kinds.get(inspect.Parameter.VAR_POSITIONAL), ())
     kwargs = named.pop(kinds.get(inspect.Parameter.VAR_KEYWORD), {})

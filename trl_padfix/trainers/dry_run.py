@@ -6,6 +6,7 @@ import contextlib
 import math
 import textwrap
 from collections.abc import Iterator, Sized
+from copy import copy
 from dataclasses import fields
 from enum import Enum
 from typing import Any
@@ -14,7 +15,9 @@ from transformers.trainer_callback import DefaultFlowCallback
 
 from ..core.anatomy import find_pretrained
 from ..core.context import context, temporarily_set
+from ..core.handle import PaddingStats
 from ..core.parity.report import ParityError
+from ..core.switch import OFF, is_off
 from .distributed import datasets_of, named_models_of
 from .messages import counted
 from .parts.part import Padding, PaddingFreeTrainer
@@ -66,12 +69,18 @@ def dry_run(trainer: PaddingFreeTrainer) -> bool:
     if not isinstance(vars(trainer).get("padding"), Padding):
         raise TypeError(f"`dry_run` takes a trainer of this package, got `{type(trainer).__name__}`.")
     failed: ParityError | None = None
+    before = {handle: copy(handle.stats) for handle in trainer.padding.handles}
     try:
         _compute_first_batches(trainer)
     except ParityError as error:
         failed = error
+    counts = trainer.padding.stats - before.get(trainer.padding.handle, PaddingStats())
+    for handle, stats in before.items():  # a training after it counts its own steps
+        handle.stats = stats
     if trainer.accelerator.is_main_process:
-        print(_table({**_models(trainer), **_data(trainer), **_settings(trainer), **_findings(trainer, failed)}))
+        print(
+            _table({**_models(trainer), **_data(trainer), **_settings(trainer), **_findings(trainer, counts, failed)})
+        )
     return failed is None and trainer.padding.why_padded is None
 
 
@@ -153,9 +162,8 @@ def _settings(trainer: PaddingFreeTrainer) -> dict[str, str]:
     return {name: str(value.value if isinstance(value, Enum) else value) for name, value in shown.items()}
 
 
-def _findings(trainer: PaddingFreeTrainer, failed: ParityError | None) -> dict[str, str]:
+def _findings(trainer: PaddingFreeTrainer, stats: PaddingStats, failed: ParityError | None) -> dict[str, str]:
     """The tokens of the first batches, and the parity check."""
-    stats = trainer.padding.stats
     tokens = f"{stats.padded_tokens:,} padded, {stats.real_tokens:,} real, {stats.packed_tokens:,} computed"
     name = "first training batch" + (" and first evaluation batch" if _evaluates(trainer) else "")
     found = {"tokens": f"{name}: {tokens}" if stats.forwards else f"{name}: computed padded"}
@@ -167,7 +175,10 @@ def _findings(trainer: PaddingFreeTrainer, failed: ParityError | None) -> dict[s
     elif (reason := trainer.padding.why_padded) is not None:
         found["PADDED"] = f"all steps would be computed padded. They have {reason}."
     elif not trainer.padding.parity:
-        found["parity"] = "nothing is packed, or `parity_check` is off: not compared"
+        settings = trainer.padding.settings
+        why = "nothing was packed" if settings.parity_check else "`parity_check` is off"
+        why = f"{OFF} is set" if is_off() else why if settings.padding_free else "`padding_free` is not set"
+        found["parity"] = f"not compared: {why}"
     return found
 
 

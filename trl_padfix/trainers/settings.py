@@ -20,7 +20,7 @@ from .field_types import Implementation, Lengths, Sharing, parse_implementation
 __all__ = [
     "COMPUTED", "AttentionConfig", "BudgetConfig", "EvaluationConfig", "ForwardBudgetConfig", "PackingConfig",
     "PaddingConfig", "ReferenceAttentionConfig", "Settings", "TeacherAttentionConfig", "check_field_types",
-    "check_settings", "prefix_sharing_with_neftune", "trls_configuration",
+    "check_settings", "prefix_sharing_with_neftune", "trls_configuration", "values_off",
 ]  # fmt: skip
 
 COMPUTED = (
@@ -53,7 +53,6 @@ class AttentionConfig:
     attn_implementation: InitVar[Implementation | None] = None
 
     def __post_init__(self, attn_implementation: Implementation | None) -> None:
-        turn_off(self)
         self.attn_implementation = parse_implementation(attn_implementation)
         for name in (f.name for f in fields(self) if f.name.endswith("_attn_implementation")):
             setattr(self, name, parse_implementation(vars(self)[name]))
@@ -166,7 +165,7 @@ class Settings(TeacherAttentionConfig, ReferenceAttentionConfig, EvaluationConfi
         if not isinstance(config, EvaluationConfig):  # `Seq2SeqTrainingArguments` have fields of these names
             names -= {f.name for f in fields(EvaluationConfig)}
         settings = cls(**{name: getattr(config, name) for name in names if hasattr(config, name)} | fixed)
-        turn_off(settings)
+        vars(settings).update(values_off(settings))
         return settings
 
 
@@ -183,16 +182,14 @@ def trls_configuration(config: TrainingArguments) -> Any:
     return copied
 
 
-def turn_off(config: TrainingArguments) -> None:
+def values_off(config: TrainingArguments | PackingConfig | None) -> dict[str, Any]:
     """
-    With `TRL_PADFIX_OFF` set, undo the fields that change how a step is computed, on a configuration or [`Settings`].
+    With `TRL_PADFIX_OFF` set, the values of the fields of our configuration that change how a step is computed.
 
     Fields that choose rows, metrics or the attention stay: the training is the same one, computed by TRL.
     """
-    if is_off():
-        # Before the checks of the configuration.
-        for name in COMPUTED & vars(config).keys():
-            setattr(config, name, Settings.__dataclass_fields__[name].default)
+    names = COMPUTED & vars(config).keys() if is_off() and isinstance(config, PackingConfig) else ()
+    return {name: Settings.__dataclass_fields__[name].default for name in names}
 
 
 def check_field_types(config: TrainingArguments) -> None:
