@@ -177,7 +177,8 @@ def test_a_guide_is_short_and_claims_no_speed_up():
 @pytest.mark.slow
 def test_the_page_of_numbers_shows_a_failed_check_and_its_remedy(tmp_path, monkeypatch, capfd, caplog):
     page = (DOCS / "numbers.md").read_text()
-    fails, remedy = re.search(r"returns `(-logps[^`]*)`", page)[1], re.search(r"return\s+`(-\(logps[^`]*)`", page)[1]
+    fails = "loss = " + re.search(r"returns `(-logps[^`]*)`", page)[1]
+    remedy = re.search(r"```python\n(seen = .*?)\n```", page, re.DOTALL)[1].replace("\n", "\n        ")
     (printed,) = re.findall(r"The loss on 4 rows [\d.]+, padded [\d.]+", page)
     printed = re.escape(printed).replace(re.escape("..."), r"\d*")
     own = """
@@ -186,22 +187,23 @@ class Own(SFTTrainer):
         ids, mask = inputs["input_ids"], inputs["attention_mask"]
         logits = model(input_ids=ids, attention_mask=mask).logits
         logps = logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
-        return LOSS
+        LOSS
+        return loss
 
 from trl_padfix import dry_run
 
-args.max_steps = 1
+args.max_steps, args.padding_side = 1, "SIDE"
 trainer = Own(model, args=args, train_dataset=dialogues)
 assert dry_run(trainer) is EXPECTED
 """
     script = SCRIPTS["sft"][0].split("trainer = ")[0]
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     monkeypatch.chdir(tmp_path)
-    for loss, expected in {fails: "False", remedy: "True"}.items():
+    for loss, side, expected in ((fails, "right", "False"), (remedy, "right", "True"), (remedy, "left", "True")):
         capfd.readouterr()
         caplog.clear()
         scope = {"__name__": "__main__"}
-        exec(script + own.replace("LOSS", loss).replace("EXPECTED", expected), scope)
+        exec(script + replaced(own, {"LOSS": loss, "SIDE": side, "EXPECTED": expected}), scope)
         scope["trainer"].train()
         said = caplog.text + "".join(capfd.readouterr())
         assert ("A call of Qwen2Model is computed padded" in said) == (loss is fails)
