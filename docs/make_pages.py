@@ -27,8 +27,7 @@ ATTENTION = (  # a flag of TRL's model configuration
     '`None`: transformers chooses. For parts of a vision model: `{"text_config": "sdpa", "vision_config": "eager"}`.'
 )
 OPENING = """
-Our configurations add these fields to TRL's. Begin with [those that save
-work](from_trl.md#settings-that-save-work). On the command line, `--attn_implementation` is a flag of TRL's
+Our configurations add these fields to TRL's. On the command line, `--attn_implementation` is a flag of TRL's
 `ModelConfig`.
 
 ## Fields
@@ -75,22 +74,22 @@ METRICS = """
 | `padfix/pad_fraction` | padding / tokens of the padded batches (with a token budget: of the sub-batches) |
 | `padfix/shared_fraction` | repeated prefix tokens / real tokens |
 | `padfix/filler_fraction` | filler / computed tokens (with `packed_multiple_of`) |
-| `padfix/padded_forwards` | calls that ran padded (in a padded step, one per model); the log gives each reason once |
+| `padfix/padded_forwards` | padded forwards (in a padded step, one per model); the log gives each reason once |
 | `padfix/auto_shared` | fraction of forwards that shared prefixes (with `prefix_sharing="auto"`) |
 | `perf/tokens_per_second` | real tokens per second of wall time, with data loading, optimizer and generation |
 
 The fractions cover only packed forwards. In evaluation, each name begins with `eval_`.
 
-In GRPO, RLOO and distillation: if you use gradient accumulation without a token budget, `prefix_sharing` also moves
-completions of one prompt into the same micro-batch. The step stays the same, but means over batches (`entropy`, `kl`,
-`clip_ratio`) differ from TRL's.
+**Moved completions**: in GRPO, RLOO and distillation with gradient accumulation and without a token budget,
+`prefix_sharing` also moves completions of one prompt into the same micro-batch. The step stays the same, but means
+over batches (`entropy`, `kl`, `clip_ratio`) differ from TRL's.
 
 ## Flags and environment
 
 | flag or variable | what it does |
 |---|---|
-| `trl-padfix stats DATA` | counts tokens; `--tokenizer ID` or `--train-tokenizer SIZE`, `--max-length 1024` |
-| `trl-padfix doctor` | shows what runs here; with `--model` or `--attn`, exits with status 1 if the request fails |
+| `trl-padfix stats DATA` | counts tokens; needs `--tokenizer ID` or `--train-tokenizer SIZE`; `--help` lists more |
+| `trl-padfix doctor` | shows what runs here (or `--json`); exits with status 1 if `--model` or `--attn` cannot run |
 | `--dry_run` | [checks the first batch](numbers.md#in-your-run) without training |
 | `--tiny_model tiny` or `small` | trains a random Qwen2 (DPO, SFT) |
 | `--resume_from_checkpoint` | takes `latest` or a folder ([resume](../recipes/README.md#resume)) |
@@ -100,7 +99,7 @@ completions of one prompt into the same micro-batch. The step stays the same, bu
 
 `TRL_PADFIX_OFF=1` turns off `padding_free`, `prefix_sharing`, `max_tokens_per_batch`, `packed_multiple_of`,
 `group_by_prefix` and `pool_last_token`, and, with a warning, `remove_padding` and the callback. All other fields stay
-on, for example `expand_turns` and `attn_implementation`.
+on.
 """
 
 MADE = "<!-- Made by docs/make_pages.py; do not edit. -->\n\n"

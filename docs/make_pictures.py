@@ -110,7 +110,7 @@ def draw_speed(figure: Any, sources: dict[str, Any]) -> None:
     axes.set_yticks(range(len(rows)), [label for label, _ in rows])
     axes.set_xscale("log", base=2)
     axes.set_xticks([1, 2, 4, 8, 16, 32], ["1x", "2x", "4x", "8x", "16x", "32x"])
-    axes.set(xlabel="speed of a training step over TRL's, on a CPU", xlim=(0.85, 52), ylim=(len(rows) - 0.4, -0.6))
+    axes.set(xlabel="speed of a step over TRL's, on a CPU (log scale)", xlim=(0.85, 52), ylim=(len(rows) - 0.4, -0.6))
     figure.legend(loc="outside upper center", ncols=3, frameon=False)
 
 

@@ -43,7 +43,7 @@ TEXT = """\
 type of transformers 5.24 as a tiny random model in float32. Rows exceeded every window, shared prefixes, and were
 padded on both sides. *Exact* means that log-probabilities, gradients (relative), router logits and auxiliary loss are
 within 1e-4 of each row computed alone. *Direct*, *forked* and *rows* are [modes of
-layers](attention.md#how-layers-other-than-attention-run). Encoders such as `roberta` ran as decoders; `bert,
+layers](attention.md#how-layers-other-than-attention-run). Types such as `roberta` ran as decoders; `bert,
 is_decoder=False` is the encoder.
 
 Some results depend on the batch even in transformers: a `topk` between equal scores (DeepSeek V3.2 and V4,
@@ -105,7 +105,8 @@ def images_group(outcomes: dict[str, Any]) -> str:
     for kind in KINDS:
         (said[kind],) = {_word(outcomes[kind].get(mode)) for mode in MODES}
     images, text = (said[kind] for kind in KINDS)
-    return images if images == text else f"Images: {images[0].lower()}{images[1:]}. Text: {text[0].lower()}{text[1:]}"
+    apart = f"Images: {images[0].lower()}{images[1:]}. Text: {text[0].lower()}{text[1:]}"
+    return images if images == text else apart.rstrip(".").replace("refused. ", "refused: ")
 
 
 def _word(outcome: dict[str, Any] | None) -> str:

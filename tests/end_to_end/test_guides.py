@@ -75,7 +75,7 @@ def test_the_code_on_rollouts_trains_packed(tmp_path, monkeypatch):
     """As printed, with a tiny model and two steps on two tasks."""
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     monkeypatch.chdir(tmp_path)
-    load, code = blocks("guides/rollouts.md")
+    load, code, grpo = blocks("guides/rollouts.md")
     scope: dict = {}
     exec(load, scope)
     scope["rollouts"] = scope["rollouts"].select(range(8))
@@ -89,6 +89,10 @@ def test_the_code_on_rollouts_trains_packed(tmp_path, monkeypatch):
     stats = scope["trainer"].padding.stats
     assert stats.shared_forwards > 0
     assert stats.padded_forwards == 0
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    small = "GRPOConfig(per_device_train_batch_size=4, max_steps=1, use_cpu=True, bf16=False, report_to=[],"
+    exec(grpo.replace("GRPOConfig(", small), scope)
+    assert scope["trainer"].padding.stats.shared_forwards > 0
     # These rollouts are longer than TRL's default, so that nothing is left to train on.
     with pytest.raises(ValueError, match="num_samples=0"):
         exec(code.replace("max_length=16384,", ""), scope)

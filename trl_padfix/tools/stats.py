@@ -227,12 +227,12 @@ class Verdict:
         saved = 1 - self.grouped.auto / auto
         settings = ["padding_free=True", 'prefix_sharing="auto"' if self.shares else "prefix_sharing=False"]
         settings += ["group_by_prefix=True"] * self.groups
-        grouping = f"{'grouped ones' if self.groups else 'grouping would'} save {max(saved, 0):.0%} of what remains"
+        grouping = f"grouping {'saves' if self.groups else 'would save'} {max(saved, 0):.0%} of the remaining tokens"
         packed = f"{padded / real:.1f}x by tokens" if self.trainer == "sft" else "none for this trainer"
         return [
             f"Use {', '.join(settings)}.",
-            f"Padding is {1 - real / padded:.0%} of TRL's batches of {self.batch_size} {UNITS[self.trainer]}; random "
-            f"batches repeat {1 - auto / real:.0%} of the rest in prefixes, and {grouping}.",
+            f"Padding is {1 - real / padded:.0%} of TRL's batches of {self.batch_size} {UNITS[self.trainer]}. In "
+            f"random batches, {1 - auto / real:.0%} of the other tokens repeat a prefix; {grouping}.",
             f"Expected speedup from tokens: {padded / self.tokens:.1f}x ({padded:,.0f} tokens in TRL's padded batch, "
             f"{self.tokens:,.0f} with these settings).",
             f"TRL's group_by_length: {padded / self.by_length.padded:.1f}x by tokens; its padding_free or "

@@ -49,8 +49,8 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
             the run stops. If only your loss reads padding, it continues padded and warns. Disable it to measure
             time, or for a loss that counts its calls.
         strict (`bool`, *optional*, defaults to `False`):
-            Raise an error if a call cannot be packed, or if the loss depends on padding. By default such calls run
-            padded, with a warning.
+            Raise an error if a forward cannot be packed, or if the loss depends on padding. By default such forwards
+            run padded, with a warning.
         packed_multiple_of (`int` or `list[int]`, *optional*):
             Round the length of packed rows up: to a multiple of an int, or to the next length in a list. Losses and
             metrics ignore the filler. Use it for FP8, and for kernels that recompile for each length. Needs
@@ -74,9 +74,9 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
             Put rows with long shared prefixes into the same batch, for example the turns of a conversation. Needs
             `prefix_sharing`. Raises an error with streams, images, `packing` and `group_by_length`.
         exact_eval_means (`bool`, *optional*, defaults to `False`):
-            Average the metrics of an evaluation over all its pairs (DPO; logits and accuracies: tokens) or trained
-            tokens (SFT). By default they are means of batch means, as in TRL. Does not affect the DPO loss with
-            `loss_type="sft"`.
+            Average the metrics of an evaluation over all its pairs (DPO; `logits/*`, `entropy` and
+            `mean_token_accuracy`: tokens) or trained tokens (SFT). By default they are means of batch means, as in
+            TRL. Does not affect the DPO loss with `loss_type="sft"`.
         **kwargs:
             All fields of [`~trl.DPOConfig`].
 

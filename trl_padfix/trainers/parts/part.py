@@ -90,6 +90,8 @@ class Padding:
         parity (`dict[str, list[ParityReport]]`):
             Reports of the parity check, one per model: `"train"` for the first training batch, `"eval"` for the first
             evaluation batch.
+        why_padded (`str`, *optional*):
+            Why all later steps run padded, if the parity check of a step found that the loss reads padding.
         task ([`Task`]):
             Describes the rows of the trainer, and how its loss depends on them.
         parts (`tuple[Part, ...]`):
