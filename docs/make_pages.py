@@ -97,9 +97,9 @@ over batches (`entropy`, `kl`, `clip_ratio`) differ from TRL's.
 | `trl-padfix --debug COMMAND` or `TRL_PADFIX_DEBUG=1` | shows the traceback of every error |
 | `TRL_PADFIX_OFF=1` | lets TRL's code compute every step |
 
-`TRL_PADFIX_OFF=1` turns off `padding_free`, `prefix_sharing`, `max_tokens_per_batch`, `packed_multiple_of`,
-`group_by_prefix` and `pool_last_token`, and, with a warning, `remove_padding` and the callback. All other fields stay
-on.
+Set `TRL_PADFIX_OFF=1` before you make the trainer. It turns off `padding_free`, `prefix_sharing`,
+`max_tokens_per_batch`, `packed_multiple_of`, `group_by_prefix` and `pool_last_token`, and, with a warning,
+`remove_padding` and the callback.
 """
 
 MADE = "<!-- Made by docs/make_pages.py; do not edit. -->\n\n"
