@@ -171,7 +171,7 @@ def build_tiny(shape: str, rows: Any, directory: str | Path) -> str:
     from trl_padfix import build_tiny
 
     pairs = load_dataset("recipes/data/preferences", split="train")
-    model = build_tiny("tiny", pairs, "runs/tiny")
+    folder = build_tiny("tiny", pairs, "runs/tiny")
     ```
     """
     if shape not in SHAPES:
