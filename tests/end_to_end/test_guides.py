@@ -197,7 +197,7 @@ class Own(SFTTrainer):
 from trl_padfix import dry_run
 
 args.max_steps, args.padding_side = 1, "SIDE"
-trainer = Own(model, args=args, train_dataset=dialogues)
+trainer = Own(folder, args=args, train_dataset=dialogues)
 assert dry_run(trainer) is EXPECTED
 """
     script = SCRIPTS["sft"][0].split("trainer = ")[0]
