@@ -210,9 +210,8 @@ def gathers_in_parts(module: nn.Module) -> bool:
 
     Gathering is a collective: a process that calls other modules than the rest, because of its rows, would hang.
     """
-    if _is_of_zero_3(module):
-        return True
-    return any(_UNITS & {cls.__name__ for cls in type(m).__mro__} for m in module.modules() if m is not module)
+    names = {cls.__name__ for m in module.modules() if m is not module for cls in type(m).__mro__}
+    return bool(names & _UNITS) or _is_of_zero_3(module)
 
 
 def differentiates_in_parts(module: nn.Module) -> bool:

@@ -13,7 +13,7 @@ from ..trainers.base import PARTS, PaddingFreeMixin, hook
 from ..trainers.batching.row_order import RowOrder
 from ..trainers.checks.arguments import require_teacher
 from ..trainers.data.collators import CompletionMixin
-from ..trainers.field_types import answer_unknown_fields
+from ..trainers.field_types import configuration
 from ..trainers.methods.grpo import GRPOTask
 from ..trainers.methods.online import OnlineTask, OnlineTrainer
 from ..trainers.settings import (
@@ -200,7 +200,7 @@ def classes_of(module: str) -> dict[str, type]:
         members |= {"__module__": f"{__package__}.{module}", "__doc__": doc}
         return type(theirs, (*bases, trls[theirs]), members)
 
-    classes = {f"{name}Config": answer_unknown_fields(dataclass(derive(config, f"{name}Config")))}
+    classes = {f"{name}Config": configuration(dataclass(derive(config, f"{name}Config")))}
     if collator is not None:
         theirs = "DataCollatorForTriplePreference"
         classes[theirs] = dataclass(derive((collator,), theirs))

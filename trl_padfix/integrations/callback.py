@@ -369,14 +369,12 @@ class PaddingRemovalCallback(TrainerCallback):
             with in_words(self.words):
                 compare(run.trainer, models, call, self.reports, gradients=True)
             print_reports(run.trainer, self.reports)
-        except UnpackableCallError as error:
-            if error.kind != "prefix sharing":  # still packed, as the line of the first step says
-                self.remove()
+        except BaseException as error:
+            if not (isinstance(error, UnpackableCallError) and error.kind == "prefix sharing"):
+                self.remove()  # Trainer calls no further event after an error
                 raise
+            # Still packed, as the line of the first step says.
             logger.warning(f"Not compared on the first batch: {error}")
-        except BaseException:
-            self.remove()  # Trainer calls no further event after an error
-            raise
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self._run is None:

@@ -159,7 +159,7 @@ class PaddingFreeMixin:
                 logger.warning(
                     f"{OFF} is set: {off} are off. Steps run padded, as in TRL, and need TRL's time and memory."
                 )
-            if padding.settings.are_set:
+            if padding.settings.changed:
                 if isinstance(config, PackingConfig):
                     config.is_read = True
                 check_arguments(config, padding.settings, padding.task, init_kwargs)
@@ -169,18 +169,18 @@ class PaddingFreeMixin:
                     "TRL's code computes every step. To remove padding, import the configuration from trl_padfix, "
                     "too, and set `padding_free=True`."
                 )
-            parts = (part for part in self.part_classes if padding.settings.are_set or part is PaddingSide)
+            parts = (part for part in self.part_classes if padding.settings.changed or part is PaddingSide)
             padding.parts = tuple(part(self) for part in parts)
             padding.budget = next((part for part in padding.parts if isinstance(part, TokenBudget)), None)
             try:
                 for part in padding.parts:
                     part.check(config, init_kwargs)
-                if padding.settings.are_set:
+                if padding.settings.changed:
                     padding.task.check(config, init_kwargs)
                 around = (part.around_init(config) for part in padding.parts)
                 with temporarily_set(config, **values_off(config)), entered(around):
                     super().__init__(*args, **kwargs)
-                if padding.settings.are_set:
+                if padding.settings.changed:
                     self.padding_free = padding.settings.padding_free
                 with padding.in_use():
                     self._attach()
@@ -206,7 +206,7 @@ class PaddingFreeMixin:
             for part in self.padding.parts:
                 part.attach()
             self._attach_to_models()
-            if self.padding.settings.are_set:
+            if self.padding.settings.changed:
                 self.padding.task.on_attached()
 
     def _attach_to_models(self) -> None:
@@ -266,7 +266,7 @@ class PaddingFreeMixin:
             raise ValueError(f"Set {names} before you make the trainer: it has already read its fields.")
         with self.padding.in_use():
             self._follow_models()  # after `model_init`; data loaders read the handle of the model
-            if is_training and self.padding.settings.are_set:
+            if is_training and self.padding.settings.changed:
                 observe_user_step(self, self._around_user_step)
             with entered(part.around_dataloader(dataset, is_training) for part in self.padding.parts):
                 yield

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import trl
 
-from .field_types import answer_unknown_fields, help_from_docstring
+from .field_types import configuration
 from .settings import (
     AttentionConfig,
     BudgetConfig,
@@ -26,8 +26,7 @@ from .settings import (
 __all__ = ["DPOConfig", "GRPOConfig", "KTOConfig", "RLOOConfig", "RewardConfig", "SFTConfig"]
 
 
-@answer_unknown_fields
-@help_from_docstring
+@configuration
 @dataclass
 class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, PaddingConfig, trl.DPOConfig):
     """
@@ -95,8 +94,7 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
     """
 
 
-@answer_unknown_fields
-@help_from_docstring
+@configuration
 @dataclass
 class RewardConfig(AttentionConfig, BudgetConfig, PaddingConfig, trl.RewardConfig):
     """
@@ -128,8 +126,7 @@ class RewardConfig(AttentionConfig, BudgetConfig, PaddingConfig, trl.RewardConfi
     pool_last_token: bool = False
 
 
-@answer_unknown_fields
-@help_from_docstring
+@configuration
 @dataclass
 class KTOConfig(ReferenceAttentionConfig, BudgetConfig, PaddingConfig, trl.KTOConfig):
     """
@@ -156,8 +153,7 @@ class KTOConfig(ReferenceAttentionConfig, BudgetConfig, PaddingConfig, trl.KTOCo
     """
 
 
-@answer_unknown_fields
-@help_from_docstring
+@configuration
 @dataclass
 class GRPOConfig(ReferenceAttentionConfig, ForwardBudgetConfig, PackingConfig, trl.GRPOConfig):
     """
@@ -191,8 +187,7 @@ class GRPOConfig(ReferenceAttentionConfig, ForwardBudgetConfig, PackingConfig, t
     """
 
 
-@answer_unknown_fields
-@help_from_docstring
+@configuration
 @dataclass
 class RLOOConfig(ReferenceAttentionConfig, ForwardBudgetConfig, PackingConfig, trl.RLOOConfig):
     """
@@ -219,8 +214,7 @@ class RLOOConfig(ReferenceAttentionConfig, ForwardBudgetConfig, PackingConfig, t
     """
 
 
-@answer_unknown_fields
-@help_from_docstring
+@configuration
 @dataclass
 class SFTConfig(AttentionConfig, EvaluationConfig, BudgetConfig, PaddingConfig, trl.SFTConfig):
     """

@@ -34,9 +34,7 @@ else:
                 raise ArgumentTypeError(f"expected true, false or auto, got {value!r}.") from None
 
 
-__all__ = [
-    "Implementation", "Lengths", "Sharing", "answer_unknown_fields", "help_from_docstring", "parse_implementation",
-]  # fmt: skip
+__all__ = ["Implementation", "Lengths", "Sharing", "configuration", "parse_implementation"]
 
 Configuration = TypeVar("Configuration", bound=type)
 
@@ -44,19 +42,19 @@ Implementation = str | dict[str, Any]
 """An attention implementation: its name, or a name for each part of a vision model."""
 
 
-def help_from_docstring(config: Configuration) -> Configuration:
-    """Class decorator: fields without a `help` get the text of their entry in the `Args:` of the docstring."""
+def configuration(config: Configuration) -> Configuration:
+    """
+    Class decorator for configurations with our fields.
+
+    Fields without a `help` get the text of their entry in the `Args:` of the docstring. The error for an unknown
+    argument names the current or the closest field.
+    """
     entries = re.findall(r"^ {4}(\w+) \(.+\):\n((?: {8}.+\n)+)", inspect.cleandoc(config.__doc__ or ""), re.MULTILINE)
     texts = {name: " ".join(text.split()) for name, text in entries}
     for field in fields(config):  # type: ignore[arg-type]
         if field.name in texts and "help" not in field.metadata:
             # `metadata` is read-only, and shared with the class that declares the field: replace it, do not update it.
             field.metadata = MappingProxyType({**field.metadata, "help": texts[field.name]})
-    return config
-
-
-def answer_unknown_fields(config: Configuration) -> Configuration:
-    """Class decorator: the error for an unknown argument names the current or the closest field."""
     init = config.__init__
     signature = inspect.signature(init)
 

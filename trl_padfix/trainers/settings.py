@@ -147,13 +147,8 @@ class Settings(TeacherAttentionConfig, ReferenceAttentionConfig, EvaluationConfi
 
     @property
     def changed(self) -> set[str]:
-        """Our fields that differ from their defaults."""
+        """Our fields that differ from their defaults. Without any, no code of ours acts."""
         return {name for name, value in vars(self).items() if value != vars(Settings())[name]}
-
-    @property
-    def are_set(self) -> bool:
-        """Whether any field of ours differs from its default. Otherwise no code of ours acts."""
-        return bool(self.changed)
 
     def __post_init__(self, attn_implementation: Implementation | None) -> None:
         self.attn_implementation = attn_implementation

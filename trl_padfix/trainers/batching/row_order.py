@@ -217,10 +217,7 @@ def group_rows(costs: RowCosts, step: int) -> np.ndarray:
             free, index = -heap[0][0], heap[0][1]
             taken, rows = rows[:free], rows[free:]
             steps[index].append(taken)
-            if len(taken) < free:
-                heapq.heapreplace(heap, (len(taken) - free, index))
-            else:
-                heapq.heappop(heap)
+            heapq.heapreplace(heap, (len(taken) - free, index))
     *full, last = [np.concatenate(groups) for groups in steps] if steps else [costs.order]
     full.sort(key=np.min)
     return np.concatenate([*full, last])

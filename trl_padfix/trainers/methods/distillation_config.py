@@ -4,15 +4,14 @@ from dataclasses import dataclass
 
 import trl
 
-from ..field_types import answer_unknown_fields, help_from_docstring
+from ..field_types import configuration
 from ..settings import ForwardBudgetConfig, PackingConfig, TeacherAttentionConfig
 
 
 __all__ = ["DistillationConfig"]
 
 
-@answer_unknown_fields
-@help_from_docstring
+@configuration
 @dataclass
 class DistillationConfig(TeacherAttentionConfig, ForwardBudgetConfig, PackingConfig, trl.DistillationConfig):
     """

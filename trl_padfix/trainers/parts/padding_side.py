@@ -29,7 +29,7 @@ class PaddingSide(Part):
 
     def acts(self) -> bool:
         collator = self.trainer.data_collator
-        if type(collator) not in self._collators or self.settings.are_set:
+        if type(collator) not in self._collators or self.settings.changed:
             return type(collator) in self._collators
         side = collator.padding_side if isinstance(collator, SidedCollator) else self._padding_side()
         return side == "left"
