@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import gc
 import random
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -132,7 +133,7 @@ def test_each_token_of_a_tree_is_computed_once(seed):
 def test_each_mixer_runs_in_its_mode():
     for family, ways in KINDS.items():
         with remove_padding(build(family)) as handle:
-            assert handle.mixers.counts() == ways, family
+            assert Counter(mixer.mode for mixer in handle.mixers.mixers) == ways, family
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ the outcome. Router logits and the auxiliary loss of mixtures of experts are com
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -79,7 +80,7 @@ def family_outcomes(family: str) -> dict[str, Any]:
     result: dict[str, Any] = {"class": type(model).__name__, "implementations": implementations}
     anatomy = Anatomy.of(model)
     if refusal(anatomy) is None:
-        result["mixers"] = dict(anatomy.mixers.counts())
+        result["mixers"] = dict(Counter(mixer.mode for mixer in anatomy.mixers.mixers))
     for implementation in implementations:
         model = build(family, implementation)
         with stable_topk():

@@ -296,9 +296,8 @@ def set_attention(model: nn.Module, implementation: dict[str, str] | str) -> lis
     # The parts of a vision model have configurations of their own, and several modules may share one.
     configs = {id(m.config): m.config for m in pretrained.modules() if isinstance(m, PreTrainedModel)}.values()
     before = [(config, config._attn_implementation_internal) for config in configs]
-    wanted = implementation
-    if isinstance(wanted, str):
-        wanted = dict.fromkeys(["", *pretrained.config.sub_configs], wanted)
+    names = ["", *pretrained.config.sub_configs]
+    wanted = dict.fromkeys(names, implementation) if isinstance(implementation, str) else implementation
     parts = {name: getattr(pretrained.config, name) if name else pretrained.config for name in wanted}
     if all(part is None or part._attn_implementation == wanted[name] for name, part in parts.items()):
         return before

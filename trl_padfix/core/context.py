@@ -84,17 +84,15 @@ def outside_calls() -> AbstractContextManager[None]:
 @contextmanager
 def temporarily_set(owner: Any, **values: Any) -> Iterator[None]:
     """Set attributes of `owner` until the block ends, except those that it does not have; `None` has none."""
-    values = {name: value for name, value in values.items() if hasattr(owner, name)}
-    saved = {name: vars(owner)[name] for name in values if name in vars(owner)}
-    for name, value in values.items():
-        setattr(owner, name, value)
-    try:
+    with ExitStack() as stack:
+        for name, value in values.items():
+            if hasattr(owner, name):
+                if name in vars(owner):
+                    stack.callback(setattr, owner, name, vars(owner)[name])
+                else:
+                    stack.callback(delattr, owner, name)
+                setattr(owner, name, value)
         yield
-    finally:
-        for name in values.keys() - saved.keys():
-            delattr(owner, name)
-        for name, value in saved.items():
-            setattr(owner, name, value)
 
 
 def set_until_closed(stack: ExitStack, owner: Any, name: str, value: Any) -> None:

@@ -55,7 +55,7 @@ def split_rows(handle: PaddingRemoval, group: ProcessGroup | None = None) -> Non
     processes = Group.of(group)
     # With fewer heads than processes some would have none, and could not join the all-to-all of attention.
     heads = getattr(handle.decoder.config.get_text_config(), "num_attention_heads", None)
-    if handle.mixers.counts()[DIRECT] and heads is not None and heads < processes.size:
+    if handle.mixers.in_mode(DIRECT) and heads is not None and heads < processes.size:
         raise ValueError(
             f"{type(handle.decoder).__name__} has {heads} attention heads for {processes.size} processes. Use fewer "
             "processes."

@@ -162,13 +162,11 @@ def sync_gradients_in_last(trainer: TaskTrainer, model: torch.nn.Module, is_last
     # `no_sync` postpones the reduction. DeepSpeed forbids it, and `sync_each_batch` asks for a reduction each time.
     each = state.plugin_kwargs.get("sync_each_batch", False)
     postpones = not (is_last or each or accelerator.distributed_type == DistributedType.DEEPSPEED)
-    saved = state.sync_gradients
-    state._set_sync_gradients(saved and is_last)
-    try:
-        with _no_sync(trainer, model) if postpones else contextlib.nullcontext():
-            yield
-    finally:
-        state._set_sync_gradients(saved)
+    with contextlib.ExitStack() as stack:
+        stack.callback(state._set_sync_gradients, state.sync_gradients)
+        state._set_sync_gradients(state.sync_gradients and is_last)
+        stack.enter_context(_no_sync(trainer, model) if postpones else contextlib.nullcontext())
+        yield
 
 
 def _no_sync(trainer: TaskTrainer, model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:

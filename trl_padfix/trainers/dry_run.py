@@ -7,7 +7,6 @@ import math
 import textwrap
 from collections.abc import Iterator, Sized
 from copy import copy
-from dataclasses import fields
 from enum import Enum
 from typing import Any
 
@@ -78,9 +77,7 @@ def dry_run(trainer: PaddingFreeTrainer) -> bool:
     for handle, stats in before.items():  # a training after it counts its own steps
         handle.stats = stats
     if trainer.accelerator.is_main_process:
-        print(
-            _table({**_models(trainer), **_data(trainer), **_settings(trainer), **_findings(trainer, counts, failed)})
-        )
+        print(_table(_models(trainer) | _data(trainer) | _settings(trainer) | _findings(trainer, counts, failed)))
     return failed is None and trainer.padding.why_padded is None
 
 
@@ -154,8 +151,8 @@ def _data(trainer: PaddingFreeTrainer) -> dict[str, str]:
 
 def _settings(trainer: PaddingFreeTrainer) -> dict[str, str]:
     """The fields of TRL that matter most, and ours that are not at their defaults."""
-    args, defaults = trainer.args, {field.name: field.default for field in fields(trainer.padding.settings)}
-    ours = {n: v for n, v in vars(trainer.padding.settings).items() if n == "padding_free" or v != defaults.get(n)}
+    args, settings = trainer.args, trainer.padding.settings
+    ours = {n: v for n, v in vars(settings).items() if n in {"padding_free", *settings.changed}}
     without = "num_train_epochs" if args.max_steps > 0 else "max_steps"  # the other one ends the training
     shown = ours | {name: vars(args)[name] for name in TRAINING if name in vars(args) and name != without}
     shown["mixed_precision"] = trainer.accelerator.mixed_precision  # `accelerate launch` may set it over `bf16=False`

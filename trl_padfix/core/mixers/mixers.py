@@ -14,7 +14,6 @@ The mode follows from the code of the module's class, not from the name of the m
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -79,10 +78,6 @@ class Mixers:
                 if module not in mixers:
                     mixers[module] = Mixer(f"{name}.{inner}" if inner else name, module, *_mode_of(module))
         return cls(decoder, layers, tuple(mixers.values()))
-
-    def counts(self) -> Counter[str]:
-        """Number of mixers in each mode."""
-        return Counter(mixer.mode for mixer in self.mixers)
 
     def in_mode(self, mode: str) -> list[Mixer]:
         """The mixers that run in `mode`."""

@@ -300,17 +300,11 @@ def _nodes(
     return nodes, parents
 
 
-def _depths(parents: list[Parent]) -> list[int]:
-    """How many nodes of this forward come before each node on its path; parents come before their children."""
-    depths: list[int] = []
-    for parent in parents:
-        depths.append(depths[parent.number] + 1 if parent.kind == "packed" else 0)
-    return depths
-
-
 def _levels(nodes: list[range], parents: list[Parent]) -> list[list[list[int]]]:
     """The numbers of the nodes by depth, and at each depth in blocks of about equal length."""
-    depths = _depths(parents)
+    depths: list[int] = []  # how many nodes of this forward come before each one on its path
+    for parent in parents:  # which come before their children
+        depths.append(depths[parent.number] + 1 if parent.kind == "packed" else 0)
     levels = [[n for n in range(len(nodes)) if depths[n] == depth] for depth in range(max(depths) + 1)]
     return [
         [[level[i] for i in block] for block in bucket_by_length([len(nodes[n]) for n in level])] for level in levels

@@ -23,6 +23,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ..context import temporarily_set
 from ..layout.layout import Layout
 from .inspection import names_in, parameters_of
 from .positions import PackedMask
@@ -160,11 +161,8 @@ def silence_packing_warning() -> Iterator[None]:
     def is_other(record: logging.LogRecord) -> bool:
         return "flash attention variant" not in record.getMessage().lower()
 
-    logger.addFilter(is_other)
-    try:
+    with temporarily_set(logger, filters=[*logger.filters, is_other]):
         yield
-    finally:
-        logger.removeFilter(is_other)
 
 
 def masks_of_decoder(config: PretrainedConfig, embeds: torch.Tensor, mask: torch.Tensor) -> Any:

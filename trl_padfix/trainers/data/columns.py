@@ -48,10 +48,8 @@ def needed_columns(method: str, text_column: str = "text") -> tuple[list[set[str
 
 def column_names(dataset: Dataset | IterableDataset) -> set[str]:
     """The columns of a dataset, also of a stream; an empty set without a dataset."""
-    if dataset is None:
-        return set()
     names = dataset.column_names if isinstance(dataset, Dataset | IterableDataset) else None  # a stream may not know
-    first = names or next(iter(dataset), ())
+    first = names or next(iter(dataset or ()), ())
     if isinstance(first, Dataset | IterableDataset):
         raise TypeError("A list of datasets is given. Give one dataset, or for evaluation a dictionary of them.")
     return set(first)

@@ -84,12 +84,11 @@ def expand_turns(dataset: D, name: str = "train") -> D:
         rows: dict[str, list[Any]] = {column: [] for column in [*other_columns, "prompt", "completion"]}
         for i, messages in enumerate(batch["messages"]):
             for begin, end in turns_of(messages or []):
-                if begin == 0:
-                    continue
-                rows["prompt"].append(messages[:begin])
-                rows["completion"].append(messages[begin:end])
-                for column in other_columns:
-                    rows[column].append(batch[column][i])
+                if begin > 0:
+                    rows["prompt"].append(messages[:begin])
+                    rows["completion"].append(messages[begin:end])
+                    for column in other_columns:
+                        rows[column].append(batch[column][i])
         return rows
 
     types: Any = dataset.features
@@ -129,10 +128,6 @@ def check_turn_settings(config: TrainingArguments) -> None:
 
 def turns_of(messages: list[dict[str, Any]]) -> list[tuple[int, int]]:
     """The half-open ranges `(begin, end)` of the assistant's turns in a conversation."""
-    turns, begin = [], 0
-    for is_assistant, run in groupby(messages, key=lambda message: message.get("role") == "assistant"):
-        length = len(list(run))
-        if is_assistant:
-            turns.append((begin, begin + length))
-        begin += length
-    return turns
+    runs = groupby(enumerate(messages), key=lambda numbered: numbered[1].get("role") == "assistant")
+    turns = [[number for number, _ in run] for is_assistant, run in runs if is_assistant]
+    return [(turn[0], turn[-1] + 1) for turn in turns]
