@@ -23,7 +23,6 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ..context import temporarily_set
 from ..layout.layout import Layout
 from .inspection import names_in, parameters_of
 from .positions import PackedMask
@@ -161,8 +160,11 @@ def silence_packing_warning() -> Iterator[None]:
     def is_other(record: logging.LogRecord) -> bool:
         return "flash attention variant" not in record.getMessage().lower()
 
-    with temporarily_set(logger, filters=[*logger.filters, is_other]):
+    logger.addFilter(is_other)
+    try:
         yield
+    finally:
+        logger.removeFilter(is_other)
 
 
 def masks_of_decoder(config: PretrainedConfig, embeds: torch.Tensor, mask: torch.Tensor) -> Any:
