@@ -60,9 +60,7 @@ def test_a_missing_file_is_said_before_anything_is_imported():
         ["--nonsense", "true"],
         ["--max_steps", "many"],
         ["--model_name_or_path", "./nowhere"],
-        ["--dataset_name", "./nowhere"],
         ["--model_name_or_path", "some/model"],
-        ["--dataset_name", "nopairs"],
     ],
 )
 def test_a_mistake_is_said_before_torch_is_imported(words):

@@ -94,23 +94,19 @@ EARLY = [
     (["dpo", *MODEL, "--config", "no_row.yaml"], "entry 1: empty.jsonl or a file in it has no row."),
     (["dpo", *MODEL, "--config", "kinds.yaml"], "entry 2: The first row of chats.jsonl has [{'content': 'a', 'role"),
     (["dpo", *MODEL, "--config", "kinds.yaml", "--eval_strategy", "steps"], "a mixture has no split 'test' to eval"),
-    (["dpo", *MODEL, "--config", "semicolons.yaml"], "it has ['prompt;chosen;rejected']. DPO needs `chosen`"),
     (["dpo", *CPU, "--config", "seven.yaml"], 'model_name_or_path: invalid str value: 7. Write "7" in quotes.'),
     (["dpo", *MODEL, "--config", "file.yaml"], "`datasets: [{path: json, data_files: good.jsonl}]`."),
     (["dpo", *RUN, "--output_dir", "/proc/run"], "`output_dir`: '/proc/run' cannot be written: '/proc' is a file or"),
-    (["dpo", *RUN, "--output_dir", "good.jsonl/run"], "`output_dir`: 'good.jsonl/run' cannot be written: '"),
     (["rloo", *PROMPTS, "--rloo_k", "2"], "--rloo_k (it is `num_generations` now)"),
     (["dpo", *RUN, "--max_completion_length", "9"], "(it is `max_length` here, of prompt and completion)"),
     (["grpo", *PROMPTS, "--reward_funcs", "rewards.bad"], "--reward_funcs: rewards.py has no 'bad'. Correct it"),
     (["grpo", *PROMPTS, "--reward_funcs", "mine.good"], "--reward_funcs: there is no module 'mine' here ("),
-    (["grpo", *PROMPTS, "--reward_funcs", "rewards.py"], "rewards.py has no 'py'. Correct it: `module.function`."),
     (["grpo", *PROMPTS, "--reward_funcs", "rewards.bare"], "Write `def bare(completions, **kwargs)`."),
     (["grpo", *PROMPTS, "--reward_funcs", "accuracy"], "rewards/__init__.py has no 'accuracy'. Correct it"),
     (["dpo", *RUN, "--config", "no_rows.yaml"], "line 1: test_split_size: it must be between 0 and 1, or in a YAML"),
     (["dpo", *RUN[:4], *RUN[6:], "--config", "report.yaml"], "line 1: report_to: invalid value: False. To report no"),
     (stats("rows.txt"), "DATA: 'rows.txt' is a file of a type that is not read. Name a folder, or data as .jsonl"),
     (["stats", "good.jsonl", "--tokenizer", "models/good/tokenizer.json"], "is a file of a type that is not read"),
-    (["dpo", *MODEL, "--dataset_name", "rows.txt"], "--dataset_name: 'rows.txt' is a file of a type that is not read"),
     (["dpo", *MODEL, "--config", "columns.yaml"], "line 1: datasets, entry 1: `columns` is a list of names: write `c"),
     (["dpo", *MODEL, "--config", "third.yaml"], "has no column '3'; it has ['chosen', 'rejected']. Correct `columns`"),
     (["dpo", *MODEL, "--config", "half.yaml"], "line 1: datasets, entry 1: fraction: invalid float value: 'half'."),
@@ -139,8 +135,6 @@ def material(tmp_path_factory) -> Path:
     (folder / "mixture.yaml").write_text(mixture.replace("NAME", "good"))
     (folder / "kinds.yaml").write_text(mixture.replace("NAME", "chats"))
     (folder / "no_row.yaml").write_text("datasets: [{path: json, data_files: empty.jsonl}]\n")
-    (folder / "semicolons.yaml").write_text("datasets: [{path: csv, data_files: semicolons.csv}]\n")
-    (folder / "semicolons.csv").write_text("prompt;chosen;rejected\na;b;c\n")
     (folder / "seven.yaml").write_text("model_name_or_path: 7\n")
     (folder / "file.yaml").write_text("datasets: [{path: good.jsonl}]\n")
     (folder / "no_list.yaml").write_text("datasets: {path: json}\n")

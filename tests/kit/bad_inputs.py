@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 from trl_padfix.tools.tiny import build_qwen2, train_tokenizer
@@ -36,11 +35,8 @@ def build_bad_data(folder: Path) -> None:
 
 
 def build_bad_models(folder: Path) -> None:
-    """Model folders in `folder`: `good`, and `no_tokenizer`."""
+    """The model folder `good` in `folder`."""
     tokenizer = train_tokenizer(["alpha beta gamma Question Answer"] * 3, 300)
     model = build_qwen2(tokenizer, layers=1, hidden_size=16, heads=2, kv_heads=1, intermediate_size=16)
     for part in (model, tokenizer):
         part.save_pretrained(folder / "good")
-    shutil.copytree(folder / "good", folder / "no_tokenizer")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / "no_tokenizer" / name).unlink()

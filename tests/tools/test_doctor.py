@@ -23,23 +23,6 @@ def words(text: str) -> str:
     return " ".join(text.split())
 
 
-@pytest.fixture(scope="module")
-def qwen2(tmp_path_factory) -> str:
-    """A folder with the configuration of a model, and nothing else."""
-    path = tmp_path_factory.mktemp("qwen2")
-    config = CONFIGS["qwen2"]()
-    config.architectures = ["Qwen2ForCausalLM"]
-    config.save_pretrained(path)
-    return str(path)
-
-
-@pytest.fixture(scope="module")
-def xlnet(tmp_path_factory) -> str:
-    path = tmp_path_factory.mktemp("xlnet")
-    XLNetConfig(n_layer=2, architectures=["XLNetLMHeadModel"]).save_pretrained(path)
-    return str(path)
-
-
 needs_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU lacks")
 
 
@@ -120,32 +103,35 @@ def test_the_exit_status_says_whether_an_attention_can_run():
 # A model
 
 
-def test_a_model_is_judged_by_its_configuration_alone(qwen2):
-    result = doctor("--model", qwen2)
+def test_a_model_is_judged_by_its_configuration_alone(tmp_path):
+    config = CONFIGS["qwen2"]()
+    config.architectures = ["Qwen2ForCausalLM"]
+    config.save_pretrained(tmp_path)
+    result = doctor("--model", str(tmp_path))
     assert result.exit_code == 0, result.output
     assert result.output.startswith("READY. Qwen2ForCausalLM: padding is removed exactly, with `sdpa` attention.")
-    assert f"{qwen2}: Qwen2ForCausalLM (qwen2)" in words(result.output)
+    assert f"{tmp_path}: Qwen2ForCausalLM (qwen2)" in words(result.output)
     assert "model.layers" not in result.output
     assert "layers layers.0.self_attn and 2 more (Qwen2Attention): direct" in words(result.output)
     assert "images" not in result.output
     assert len(result.output.splitlines()) <= 25
 
 
-def test_a_model_that_is_refused_names_the_rule(xlnet):
-    result = doctor("--model", xlnet)
+def test_a_model_that_is_refused_names_the_rule(tmp_path):
+    XLNetConfig(n_layer=2, architectures=["XLNetLMHeadModel"]).save_pretrained(tmp_path)
+    result = doctor("--model", str(tmp_path))
     assert result.exit_code == 1
     refused = "Padding cannot be removed from XLNetLMHeadModel: we found no layer that mixes tokens in XLNetModel"
     assert refused in words(result.output)
     with pytest.raises(trl_padfix.PaddingRemovalError) as error:
         remove_padding(XLNetLMHeadModel(XLNetConfig(n_layer=1, vocab_size=40, d_model=16, n_head=2, d_inner=16)))
-    assert diagnose(xlnet).model.refusal in str(error.value)
+    assert diagnose(str(tmp_path)).model.refusal in str(error.value)
 
 
 def test_text_and_images_are_told_apart(tmp_path):
     Qwen2VLConfig(architectures=["Qwen2VLForConditionalGeneration"]).save_pretrained(tmp_path)
     output = words(doctor("--model", str(tmp_path)).output)
     assert "text packed" in output
-    assert "cannot run flash_attention_2, flash_attention_3" in output or torch.cuda.is_available()
     assert "images packed" in output
 
 

@@ -125,8 +125,6 @@ def test_the_trainer_is_the_one_that_takes_the_columns():
     assert trainer_of(["prompt", "chosen", "rejected"]) == "dpo"
     assert trainer_of(["prompt", "completion", "label"]) == "kto"
     assert trainer_of(["prompt", "completion"]) == trainer_of(["messages", "id"]) == "sft"
-    with pytest.raises(ValueError, match="This command counts dpo: chosen, rejected"):
-        trainer_of(["words"])
 
 
 def test_rows_come_from_files_and_folders(tmp_path):

@@ -44,7 +44,6 @@ CONFIGURATIONS: list[tuple[str, dict[str, Any], str]] = [
     ("DPO", {"attn_implementation": 3}, "a name, or a mapping"),
     ("DPO", {"attn_implementation": "{a"}, "not JSON"),
     *((k, {"padding_free": "false"}, "`padding_free='false'` is of type `str`; a flag is True or") for k in KINDS),
-    ("DPO", {"loss_weights": [1.0, 2.0]}, "loss_weights"),  # TRL's own
     ("DPO", GROUPED | {"prefix_sharing": False}, "`group_by_prefix=True` needs `prefix_sharing=True`"),
     ("DPO", GROUPED | {"train_sampling_strategy": "group_by_length"}, "`group_by_length` both choose which rows meet"),
     ("DPO", FREE | {"packed_multiple_of": 0}, "`packed_multiple_of` is a number of tokens"),
@@ -102,14 +101,8 @@ class Bad(NamedTuple):
     error: type[Exception] = ValueError
 
 
-TEXT = {"text": "w3 w4"}
 PAIR = {"prompt": "w3", "chosen": "w4 w5", "rejected": "w6"}
 EXAMPLE = {"prompt": "w3", "completion": "w4 w5", "label": True}
-CHAT = {"messages": [{"role": "user", "content": "w3"}, {"role": "assistant", "content": "w4"}]}
-SAID, ANSWER = CHAT["messages"]
-CHATS = {"prompt": [SAID], "chosen": [ANSWER], "rejected": [SAID]}
-OTHER_KEYS = [{"from": "human", "value": "w3"}, {"from": "gpt", "value": "w4"}]
-TEMPLATE = "{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}"
 
 
 def rows(kind: str, row: dict[str, Any], message: str, **given: Any) -> Bad:
@@ -122,7 +115,6 @@ def stream(row: dict[str, Any] | None) -> dict[str, Any]:
 
 
 RIGHT = trl_padfix.DataCollatorForPreference(pad_token_id=39)
-WITHOUT_EOS = {"processing_class": build_tokenizer(eos_token=None)}
 BAD = {
     "only pad tokens": Bad(
         "Reward",
@@ -177,9 +169,6 @@ BAD = {
     "a budget below a completion": Bad(
         "Distillation", lambda: FREE | {"max_tokens_per_batch": 8}, "Raise the budget above 12"
     ),
-    "a teacher of other words": Bad(
-        "Distillation", lambda: {"teacher_model": build_model(vocab_size=44)}, "vocab_size"
-    ),
 }
 
 
@@ -196,7 +185,6 @@ def test_a_trainer_says_what_is_wrong_and_what_to_do(kind, tmp_path):
     ("field", "value", "message"),
     [
         ("prefix_sharing", True, "`prefix_sharing"),
-        ("padding_side", "middle", "`padding_side"),
         ("padding_free", "false", "a flag is True or False"),
     ],
 )

@@ -33,7 +33,6 @@ def test_an_unknown_field_is_answered_with_the_one_of_today():
     for given, answer in {
         "max_prompt_length": "`DPOConfig` has no field `max_prompt_length` (removed from TRL: shorten the prompts",
         "evaluation_strategy": "`evaluation_strategy` (it is `eval_strategy` now)",
-        "use_liger": "`use_liger` (it is `use_liger_kernel` now)",
         "generate_during_eval": "(removed from TRL: DPO and SFT have `predict_with_generate` here)",
         "padding_fre": "`padding_fre` (did you mean `padding_free`?).",
         "nonsense": "has no field `nonsense`.",

@@ -82,6 +82,7 @@ def test_a_training_that_generates_is_the_same_after_it(tmp_path):
         trainer = make_trainer(trl_padfix, "GRPO", tmp_path / str(checks), padding_free=True, **steps)
         if checks:
             assert dry_run(trainer)
+            assert set(trainer.padding.parity) == {"train"}
         trainer.train()
         return to_the_bit(trainer.state.log_history)
 
@@ -134,8 +135,3 @@ def test_other_errors_are_raised_and_callbacks_are_left_alone(tmp_path):
         dry_run(trainer)
     assert trainer.callback_handler.callbacks == callbacks
     assert not trainer.is_in_train
-
-
-def test_a_trainer_that_generates_is_checked_too(tmp_path, capsys):
-    assert dry_run(make_trainer(trl_padfix, "GRPO", tmp_path, padding_free=True))
-    assert "parity, train, model" in capsys.readouterr().out

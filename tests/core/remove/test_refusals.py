@@ -72,11 +72,6 @@ def test_models_that_share_a_decoder_are_packed_by_it():
 
 NOT_EXACT = [
     (
-        "T5ForConditionalGeneration",
-        {"vocab_size": 40, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 4},
-        "it is an encoder-decoder model",
-    ),
-    (
         "T5ForSequenceClassification",
         {"vocab_size": 40, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 4}
         | {"is_encoder_decoder": False},
