@@ -39,7 +39,7 @@ nox.options.default_venv_backend = "venv"
 nox.options.sessions = ["stacks"]
 
 # TRL's GRPO trainer imports `requests`, which TRL does not ask for.
-TESTS = ("pytest>=8", "pytest-xdist>=3", "hypothesis>=6", "requests")
+TESTS = ("pytest>=8", "pytest-xdist>=3", "hypothesis>=6", "requests", "pillow")
 # PEFT of the time for the TRL of the time; later ones are made for later versions of transformers.
 PEFT = {"0.17.0": "peft<0.18"}
 

@@ -100,10 +100,14 @@ def _of_trl(name: str) -> Any:
         raise ImportError(f"`{name}` is experimental in TRL: `from trl_padfix.experimental.{module} import {name}`.")
     if is_class:
         close = get_close_matches(name, [*_HOME, *trl.__all__], n=1, cutoff=0.92)
+        own = (
+            "For a trainer class of your own there is `trl_padfix.padding_free_trainer(CLASS)`, and for any training "
+            "loop `trl_padfix.remove_padding(model)`."
+        )
         raise ImportError(
             f"Neither trl_padfix nor TRL {trl.__version__} has `{name}`."
-            f"{f' Did you mean `{close[0]}`?' if close else ''} For a trainer class of your own there is "
-            "`trl_padfix.padding_free_trainer(CLASS)`, and for any training loop `trl_padfix.remove_padding(model)`."
+            f"{f' Did you mean `{close[0]}`?' if close else ''}"
+            f"{f' {own}' if name.endswith('Trainer') else ''}"
         )
     if name not in trl.__all__ or isinstance(found := getattr(trl, name), ModuleType):
         raise missing
