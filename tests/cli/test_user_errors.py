@@ -101,7 +101,6 @@ EARLY = [
     (["dpo", *RUN, "--max_completion_length", "9"], "(it is `max_length` here, of prompt and completion)"),
     (["grpo", *PROMPTS, "--reward_funcs", "rewards.bad"], "--reward_funcs: rewards.py has no 'bad'. Correct it"),
     (["grpo", *PROMPTS, "--reward_funcs", "mine.good"], "--reward_funcs: there is no module 'mine' here ("),
-    (["grpo", *PROMPTS, "--reward_funcs", "rewards.bare"], "Write `def bare(completions, **kwargs)`."),
     (["grpo", *PROMPTS, "--reward_funcs", "accuracy"], "rewards/__init__.py has no 'accuracy'. Correct it"),
     (["dpo", *RUN, "--config", "no_rows.yaml"], "line 1: test_split_size: it must be between 0 and 1, or in a YAML"),
     (["dpo", *RUN[:4], *RUN[6:], "--config", "report.yaml"], "line 1: report_to: invalid value: False. To report no"),
@@ -140,7 +139,7 @@ def material(tmp_path_factory) -> Path:
     (folder / "no_list.yaml").write_text("datasets: {path: json}\n")
     (folder / "twice.yaml").write_text("seed: 1\nmax_steps: 2\nseed: 2\n")
     (folder / "no_files.yaml").write_text("datasets: [{path: json, data_files: [good.jsonl, '*.jsonl', a/b/c]}]\n")
-    (folder / "rewards.py").write_text("def good(completions, **kwargs):\n    0\n\n\ndef bare(completions):\n    0\n")
+    (folder / "rewards.py").write_text("def good(completions, **kwargs):\n    0\n")
     (folder / "no_rows.yaml").write_text("test_split_size: 0\n")
     (folder / "report.yaml").write_text("report_to: no\n")
     (folder / "rows.txt").write_text("alpha\n")

@@ -211,6 +211,18 @@ def test_a_loss_that_raises_on_few_rows_of_one_process_is_not_compared_and_no_pr
     assert ("was not compared" in done.stderr) == (said == "was not compared")
 
 
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_loss_that_needs_an_even_number_of_rows_is_compared(precision, tmp_path):
+    class OfPairs(trl_padfix.SFTTrainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            logits = model(**{name: inputs[name] for name in ("input_ids", "attention_mask")}).logits
+            scores = (logits.logsumexp(-1) * inputs["attention_mask"]).sum(1)
+            return scores.view(-1, 2).diff().square().mean()
+
+    trainer = make(trl_padfix, "SFT", tmp_path, trainer_class=OfPairs, padding_free=True, strict=True, **precision)
+    trainer.train()
+
+
 @pytest.mark.parametrize("kind", ["counter", "random", "attribute"])
 def test_a_loss_that_changes_from_call_to_call_is_said(kind, tmp_path, caplog):
     counted = []

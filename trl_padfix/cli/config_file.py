@@ -159,11 +159,6 @@ def check_given(method: str, given: Given) -> str | bool | None:
         source = file.read_text("utf-8") if file.is_file() else function  # of a package, which TRL imports later
         if "/" in module or not re.search(rf"\b{re.escape(function)}\b|import \*|def __get", source):
             raise ValueError(f"{places['reward_funcs']}: {file} has no {function!r}. Correct it: `module.function`.")
-        # After an empty line: a decorator may take what the function does not.
-        pattern = rf"(\A|\n\n)(async )?def {re.escape(function)}\(((?!\*\*|completion_ids).)*?\)\s*(->|:)"
-        if re.search(pattern, source, re.DOTALL):
-            signature = f"def {function}(completions, **kwargs)"
-            raise ValueError(f"{places['reward_funcs']}: TRL also passes ids and all columns. Write `{signature}`.")
     if not (values.get("dataset_name") or values.get("datasets")):
         raise ValueError(
             "No dataset: set `--dataset_name` to a folder or a Hub id, or `datasets` in a YAML (`--config`)."

@@ -133,7 +133,7 @@ def main(method: str, args: Sequence[str]) -> None:
 
     (*parsed, own), _ = parse(method, args)
     script, training, model, data = parsed
-    if training.world_size < (launched := int(os.environ.get("WORLD_SIZE", 1))):
+    if training.world_size < (launched := int(os.environ.get("LOCAL_WORLD_SIZE", 1))):
         raise ValueError(f"{launched} processes would each train alone, as no GPU was found: set `--use_cpu true`.")
     # TRL's script destroys the process group while its DDP model is alive. If the model held the last reference, its
     # destructor would wait for the threads of gloo, which wait for the interpreter: half of the runs of `trl dpo` on

@@ -103,7 +103,8 @@ def diagnose(model: str | None = None, attn: str | None = None) -> Diagnosis:
     report = None if config is None else _report(model, config)
     if report is not None and report.refusal is not None:
         problems.append(f"Padding cannot be removed from {report.architecture}: {report.refusal}")
-    return Diagnosis(describe_system(), versions, tested, machine, str(dtype)[6:], attention, auto, report, problems)
+    precision = str(dtype).removeprefix("torch.")
+    return Diagnosis(describe_system(), versions, tested, machine, precision, attention, auto, report, problems)
 
 
 def _report(name: str, config: PretrainedConfig) -> ModelReport:

@@ -262,8 +262,8 @@ class PaddingFreeMixin:
         """A block in which TRL makes a data loader: every training and evaluation begins with one."""
         given, now = vars(self.padding.settings), vars(Settings.of(self.args, **self.fixed_settings))
         if late := [f"`{name}={now[name]}`" for name in given if now[name] != given[name]]:
-            names = OFF if is_off() else ", ".join(late)
-            raise ValueError(f"Set {names} before you make the trainer: it has already read its fields.")
+            read = f"it has already read its fields and {OFF}"
+            raise ValueError(f"Set {', '.join(late)} before you make the trainer: {read}.")
         with self.padding.in_use():
             self._follow_models()  # after `model_init`; data loaders read the handle of the model
             if is_training and self.padding.settings.changed:

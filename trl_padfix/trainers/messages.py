@@ -17,9 +17,9 @@ def counted(number: int, noun: str) -> str:
 
 
 def say(text: str) -> None:
-    """Log a line at INFO. If INFO is not shown, print it, unless logging is quiet or `trl_padfix` has a level."""
+    """Log a line at INFO. If INFO is not shown, print it, unless a higher level is set."""
     log = logging.getLogger(__name__)  # accelerate's logger needs its state, which other stacks may not have
     if log.isEnabledFor(logging.INFO) and log.hasHandlers():
         log.info(text)
-    elif log.isEnabledFor(logging.WARNING) and not logging.getLogger("trl_padfix").level:
+    elif log.isEnabledFor(logging.WARNING) and logging.getLogger("trl_padfix").level <= logging.INFO:
         tqdm.write(text)

@@ -243,16 +243,17 @@ def _check_mask(mask: Any, batch: torch.Tensor) -> None:
             "run this call inside `with handle.disabled():`.",
         )
     if mask.shape != batch.shape[:2]:
-        if not batch.is_floating_point() and mask.shape[1] > batch.shape[1]:  # a loop that decodes
+        if mask.shape[1] > batch.shape[1] == 1:  # a loop that decodes would continue from wrong tokens
             raise ValueError(
-                f"The attention mask has {mask.shape[1]} columns for {batch.shape[1]} columns of ids, and there is no "
-                "cache: packed forwards return none. To decode, pass `use_cache=True` in each call, or call the model "
-                "inside `with handle.disabled():`."
+                f"The attention mask has {mask.shape[1]} columns for one new token, and there is no cache: packed "
+                "forwards return none. To decode, pass `use_cache=True` in each call, or call the model inside `with "
+                "handle.disabled():`."
             )
         raise UnpackableBatchError(
             "shape of the mask",
             f"The attention mask has shape {tuple(mask.shape)} and the batch {tuple(batch.shape[:2])}. Without a "
-            "cache they must be the same `(B, L)`.",
+            "cache they must be the same `(B, L)`. A packed forward returns no cache: to decode, pass "
+            "`use_cache=True`.",
         )
 
 

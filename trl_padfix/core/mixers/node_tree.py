@@ -303,7 +303,7 @@ def _nodes(
 def _levels(nodes: list[range], parents: list[Parent]) -> list[list[list[int]]]:
     """The numbers of the nodes by depth, and at each depth in blocks of about equal length."""
     depths: list[int] = []  # how many nodes of this forward come before each one on its path
-    for parent in parents:  # which come before their children
+    for parent in parents:  # parents come before their children
         depths.append(depths[parent.number] + 1 if parent.kind == "packed" else 0)
     levels = [[n for n in range(len(nodes)) if depths[n] == depth] for depth in range(max(depths) + 1)]
     return [

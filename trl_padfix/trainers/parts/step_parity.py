@@ -58,7 +58,7 @@ ITEMS = 4
 """Rows (pairs) of a batch that are compared: short ones, and one of at least twice the length of the shortest."""
 
 REFILLED_ITEMS = 3
-"""Those of them that run with other tokens at padding: with fewer long rows, this padded batch is much smaller."""
+"""Those of them that run with other tokens at padding, if the loss is a sum over rows: a smaller padded batch."""
 
 PACKED, REFILLED = "off by", "with other tokens at padding off by"
 """The differences of a step as configured, and of a padded step, with other tokens at padding."""
@@ -245,10 +245,12 @@ class _Comparison:
             return report
         # Rounding may hide how rows depend on one another. Tokens at padding change no real token, unless
         # a module or the loss reads it: these two steps run the same kernels on the same shapes.
-        padded_few = partial(self._padded, [(1.0, few)])
-        padded = padded_few()
-        forwards = self.trainer.padding.task.padded_batches(few)
-        refilled = padded_few(partial(other_padding, forwards, self.draw)).distance(padded)
+        # A loss that may mix its rows may need all of them, for instance an even number.
+        refilled_batch = batch if weights is None else few
+        padded = reference if weights is None else self._padded([(1.0, few)])
+        forwards = self.trainer.padding.task.padded_batches(refilled_batch)
+        on_embeddings = partial(other_padding, forwards, self.draw)
+        refilled = self._padded([(1.0, refilled_batch)], on_embeddings).distance(padded)
         same = Limits.of_step(lowest_dtype(self.trainer.model))
         # Measured only as far as fixed limits explain too little, and on rows alone if they are the reference: they
         # are fewer tokens than the padded batch.
@@ -261,7 +263,7 @@ class _Comparison:
             report = replace(report, found=found, is_zero=report.is_zero or is_noise)
             if not on_any_process(self.trainer, not report.ok):
                 return report
-        again = padded_few()
+        again = self._padded([(1.0, refilled_batch)])
         return report if same.allow(*again.distance(padded)) else replace(report, repeated=(padded.loss, again.loss))
 
     def _as_configured(self, batch: dict[str, Any]) -> _Values:
