@@ -33,6 +33,7 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest import mock
 
 import torch
 import transformers
@@ -722,9 +723,14 @@ def _projected(gradient: torch.Tensor) -> float:
 
 @contextlib.contextmanager
 def attached(step: BenchStep, variant: Variant) -> Iterator[list[PaddingRemoval]]:
-    """Attach a variant to the models of a step within the block. Yields their handles, the policy's first."""
+    """
+    Attach a variant to the models of a step within the block. Yields their handles, the policy's first.
+
+    TRL's LM head scores only positions with a label, as on a GPU. On a CPU it would score all, and TRL be slower.
+    """
     handles: list[PaddingRemoval] = []
     with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch("trl.trainer.utils._use_triton", return_value=True, create=True))
         for model in step.models if variant.packed else ():
             handle = stack.enter_context(remove_padding(model, prefix_sharing=variant.shares))
             handles.append(handle)
