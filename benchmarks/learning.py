@@ -7,8 +7,8 @@ Train TRL's `DPOTrainer` and this package's from one seed, and compare what they
 
 Four trainings of one model on the same pairs: TRL; `trl_padfix` with `padding_free` and `prefix_sharing`; TRL with
 more padding in each batch, which changes nothing but rounding; and, as a negative control, `trl_padfix` with another
-seed, which draws the pairs in another order. Each runs in a process of its own, in float32 or with `--bf16` and gradient
-checkpointing (TRL's defaults). `CONFIG` has the few settings that differ from TRL's defaults.
+seed, which draws the pairs in another order. Each runs in a process of its own, in float32 or with `--bf16` and
+gradient checkpointing (TRL's defaults). `CONFIG` has the few settings that differ from TRL's defaults.
 
 Two curves are equal if they lie no further apart than TRL's two, or in float32 much closer together than two seeds.
 CPU seconds are those of the steps, without evaluation.

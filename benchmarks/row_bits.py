@@ -7,6 +7,17 @@ The file holds pairs (`chosen` and `rejected`), one JSON object a line. A batch 
 compared with each row computed alone: by the plain model, and by the package in the same mode (`own row`).
 
 outside: tokens with a probability ratio outside of [0.9, 1.1]. equal: tokens with the same bits.
+
+All bits are equal on a CPU, if rows are scored and trained with the same fields, with `sdpa` and without dropout.
+
+- With `prefix_sharing`, pass an `attention_mask` even for one row; otherwise it runs unpacked.
+- With sliding windows and no `prefix_sharing`, a row has other bits alone than in a batch.
+- On AVX2, set `MKL_CBWR=AVX2,STRICT` before Python starts. On AVX-512, set `packed_multiple_of=16`, and for float32 on
+  several threads `MKL_CBWR=AVX512,STRICT`.
+
+SmolLM2-135M-Instruct on HH-RLHF under bf16, batches of 16 rows: padded, 0.13% of the tokens are outside and 96.92% are
+equal (on another CPU, AMD with AVX2: 1.20% and 79.16%); `padding_free`, or with `prefix_sharing`: 0.00% and 100% on
+both.
 """
 
 from __future__ import annotations

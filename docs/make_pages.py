@@ -74,7 +74,7 @@ METRICS = """
 | `padfix/pad_fraction` | padding / tokens of the padded batches (with a token budget: of the sub-batches) |
 | `padfix/shared_fraction` | repeated prefix tokens / real tokens |
 | `padfix/filler_fraction` | filler / computed tokens (with `packed_multiple_of`) |
-| `padfix/padded_forwards` | padded forwards (in a padded step, one per model); the log gives each reason once |
+| `padfix/padded_forwards` | padded forwards; the log gives each reason once |
 | `padfix/auto_shared` | fraction of forwards that shared prefixes (with `prefix_sharing="auto"`) |
 | `perf/tokens_per_second` | real tokens per second of wall time, with data loading, optimizer and generation |
 
@@ -91,6 +91,7 @@ over batches (`entropy`, `kl`, `clip_ratio`) differ from TRL's.
 | `trl-padfix stats DATA` | counts tokens; needs `--tokenizer ID` or `--train-tokenizer SIZE`; `--help` lists more |
 | `trl-padfix doctor` | shows what runs here (or `--json`); exits with status 1 if `--model` or `--attn` cannot run |
 | `--dry_run` | [checks the first batch](numbers.md#in-your-run) without training |
+| `--dataset_name`, `datasets` | [your data](../recipes/README.md) |
 | `--tiny_model tiny` or `small` | trains a random Qwen2 (DPO, SFT) |
 | `--resume_from_checkpoint` | takes `latest` or a folder ([resume](../recipes/README.md#resume)) |
 | `--accelerate_config` | takes a file, or a name of TRL's; flags of `accelerate launch` work too, also in YAML |

@@ -38,22 +38,21 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
             rounding. Works with streams, images and any collator. A model that cannot be packed raises an error.
         prefix_sharing (`bool` or `"auto"`, *optional*, defaults to `False`):
             Compute the shared beginning of rows once, for example the prompt of a pair. `True` and `'auto'` share only
-            where it saves work. `True` also warns if a batch cannot share (with `strict`: an error), and forbids
-            NEFTune. Prefer `'auto'`. Needs `padding_free`.
+            where it saves work. `True` also warns if a batch cannot share (with `strict`: an error). With NEFTune,
+            `'auto'` shares nothing, and `True` is an error. Prefer `'auto'`. Needs `padding_free`.
         padding_side (`str`, *optional*):
             Side on which the collator pads. Default: the tokenizer's side, but `'right'` for recurrent models,
             prompt tuning and p-tuning.
         parity_check (`bool`, *optional*, defaults to `True`):
             Compare a few rows with and without padding in the first steps. If the model's packed results are wrong,
             the run stops. If only your loss reads padding, it continues padded and warns. Disable it to measure
-            time, or for a loss that counts its calls.
+            time, or if your loss must not be called more than once a step.
         strict (`bool`, *optional*, defaults to `False`):
             Raise an error if a forward cannot be packed, or if the loss depends on padding. By default such forwards
             run padded, with a warning.
         packed_multiple_of (`int` or `list[int]`, *optional*):
             Round the length of packed rows up: to a multiple of an int, or to the next length in a list. Losses and
-            metrics ignore the filler. Use it for FP8, and for kernels that recompile for each length. Needs
-            `padding_free`.
+            metrics ignore the filler. Use it for kernels that recompile for each length. Needs `padding_free`.
         attn_implementation (`str` or `dict[str, str]`, *optional*):
             Attention implementation: a name, or `'auto'` (an installed FlashAttention, else `sdpa`, else `eager`);
             for a vision model, also a name for each part. Defaults to transformers' choice.
