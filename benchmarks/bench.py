@@ -51,7 +51,7 @@ from trl_padfix.trainers.batching.row_order import group_rows
 
 __all__ = [
     "VARIANTS", "BenchStep", "Settings", "VariantResult", "WrongNumbersError", "attached", "commit", "decoder_inputs",
-    "measure", "prepare", "profiled", "select_rows",
+    "head_as_on_gpu", "measure", "prepare", "profiled", "select_rows",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -721,16 +721,17 @@ def _projected(gradient: torch.Tensor) -> float:
     return torch.dot(flat.float(), torch.arange(len(flat), device=flat.device).float().cos()).item()
 
 
+def head_as_on_gpu() -> contextlib.AbstractContextManager[Any]:
+    """A block in which TRL's LM head scores only positions with a label. On a CPU it would score all of them."""
+    return mock.patch("trl.trainer.utils._use_triton", return_value=True, create=True)
+
+
 @contextlib.contextmanager
 def attached(step: BenchStep, variant: Variant) -> Iterator[list[PaddingRemoval]]:
-    """
-    Attach a variant to the models of a step within the block. Yields their handles, the policy's first.
-
-    TRL's LM head scores only positions with a label, as on a GPU. On a CPU it would score all, and TRL be slower.
-    """
+    """Attach a variant to the models of a step within the block. Yields their handles, the policy's first."""
     handles: list[PaddingRemoval] = []
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch("trl.trainer.utils._use_triton", return_value=True, create=True))
+        stack.enter_context(head_as_on_gpu())
         for model in step.models if variant.packed else ():
             handle = stack.enter_context(remove_padding(model, prefix_sharing=variant.shares))
             handles.append(handle)

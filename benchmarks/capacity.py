@@ -141,7 +141,10 @@ def peak_gib(method: str, variant: str, size: int, shape: str) -> float:
         permanent += sum(p.numel() * p.element_size() for p in trainer.ref_model.parameters())
     for p in weights:  # they are permanent, and no allocation of the step
         p.grad = torch.zeros_like(p)
-    with bench.profiled(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with (
+        bench.head_as_on_gpu(),
+        bench.profiled(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile,
+    ):
         trainer.training_step(trainer.model, batch, None)
     return (permanent + max(bench.live_bytes(profile))) / 2**30
 

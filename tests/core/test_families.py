@@ -53,7 +53,7 @@ TEXT = """\
 
 We ran each type of transformers 5.24 as a tiny random model in float32. Rows exceeded every window, shared prefixes,
 and were padded on both sides. *Exact* means that log-probabilities, gradients (relative), router logits and auxiliary
-loss are within 1e-4 of each row computed alone. Types such as `roberta` ran as decoders.
+loss are within 1e-4 of each row computed alone.
 
 Some results depend on the batch even in transformers: a `topk` between equal scores (DeepSeek V3.2 and V4,
 `glm_moe_dsa`, `axk2`, `hy_v4`), and `xlstm` on some CPUs.
@@ -62,8 +62,8 @@ IMAGES = """\
 ## Families with images
 
 We ran these types on rows with two images, one, or none. *Exact* includes the gradients of the vision tower. *As
-padded* means that packed is within 1e-4 of the model's own padded batch, which differs from its rows alone. For a
-type that is missing here, your run's parity check still applies."""
+padded*: even the model's padded batch differs from its rows alone, and packed is within 1e-4 of the padded batch. For
+a type that is missing here, your run's parity check still applies."""
 
 pytestmark = pytest.mark.skipif(
     transformers.__version__ != "5.24.0", reason="the record is that of transformers 5.24.0"
@@ -129,7 +129,7 @@ def counted(recorded: dict[str, Any]) -> str:
     """The introduction to families of text, and how many are exact."""
     counts = {mode: Counter(o.get(mode, {}).get("outcome", "not built") for o in recorded.values()) for mode in MODES}
     free, shared = (
-        f"{count['exact']} are exact, {count['refused']} refused, {count['not built']} not built"
+        f"{count['exact']} are exact, {count['refused']} refused, {count['not built']} could not be built"
         for count in counts.values()
     )
     found = [cell for outcomes in recorded.values() for cell in cells(outcomes).values()]

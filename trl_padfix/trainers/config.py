@@ -38,7 +38,7 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
             rounding. Works with streams, images and any collator. A model that cannot be packed raises an error.
         prefix_sharing (`bool` or `"auto"`, *optional*, defaults to `False`):
             Compute the shared beginning of rows once, for example the prompt of a pair. `True` and `'auto'` share only
-            where it saves work. `True` also warns if a batch cannot share (with `strict`: an error). With NEFTune,
+            where it saves tokens. `True` also warns if a batch cannot share (with `strict`: an error). With NEFTune,
             `'auto'` shares nothing, and `True` is an error. Prefer `'auto'`. Needs `padding_free`.
         padding_side (`str`, *optional*):
             Side on which the collator pads. Default: the tokenizer's side, but `'right'` for recurrent models,
@@ -72,9 +72,9 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
             Put rows with long shared prefixes into the same batch, for example the turns of a conversation. Needs
             `prefix_sharing`. Raises an error with streams, images, `packing` and `group_by_length`.
         exact_eval_means (`bool`, *optional*, defaults to `False`):
-            Average the metrics of an evaluation over all its pairs (DPO; `logits/*`, `entropy` and
-            `mean_token_accuracy`: tokens) or trained tokens (SFT). By default they are means of batch means, as in
-            TRL. Does not affect the DPO loss with `loss_type="sft"`.
+            Average evaluation metrics over the whole set: over pairs (DPO; `logits/*`, `entropy` and
+            `mean_token_accuracy` over tokens), or over trained tokens (SFT). By default they are means of batch
+            means, as in TRL. Does not affect the DPO loss with `loss_type="sft"`.
         **kwargs:
             All fields of [`~trl.DPOConfig`].
 
