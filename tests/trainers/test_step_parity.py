@@ -301,6 +301,11 @@ def test_a_module_with_statistics_of_the_batch_is_computed_padded(kind, precisio
 def test_nothing_is_left_behind(kind, tmp_path):
     """Metrics, random states and weights of a training are those without a check; all trainers are checked."""
 
+    class Logging(getattr(trl_padfix, f"{kind}Trainer")):
+        def compute_loss(self, *args, **kwargs):
+            self.log({"own": 1.0})
+            return super().compute_loss(*args, **kwargs)
+
     def logs(**fields):
         noisy = {"model_init_kwargs": {"attention_dropout": 0.1}} if kind in KINDS[4:] else {}
         model = (
@@ -309,6 +314,7 @@ def test_nothing_is_left_behind(kind, tmp_path):
         given = DEFAULTS | {"max_tokens_per_batch": BUDGETS[kind], "disable_dropout": False} | fields
         given = given if "disable_dropout" in getattr(trl, f"{kind}Config").__dataclass_fields__ else given | noisy
         given = {k: v for k, v in given.items() if k in getattr(trl_padfix, f"{kind}Config").__dataclass_fields__}
+        given |= {"trainer_class": Logging} if kind in ("SFT", "GRPO") else {}
         trainer = make(trl_padfix, kind, tmp_path, padding_free=True, prefix_sharing=True, **model, **given)
         trainer.train()
         assert trainer.padding.why_padded is None

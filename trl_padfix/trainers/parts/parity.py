@@ -150,8 +150,7 @@ class Parity(Part):
         if mode in padding.parity or not (padding.handles and self.settings.parity_check):
             return False
         # With hooks that are registered after the first step, calls run padded from then on.
-        has_begun = padding.parity or self._has_run_user_step
-        return not (has_begun and padding.handle.has_changed)
+        return not ((padding.parity or self._has_run_user_step) and padding.handle.has_changed)
 
     @contextlib.contextmanager
     def _model_compared(self, step: Step) -> Iterator[None]:
@@ -190,8 +189,7 @@ class Parity(Part):
                 if (multimodal := padding.handle.multimodal) is not None:
                     # Its arguments besides ids, mask and labels: pixels, grids, token types.
                     names = parameters_of(multimodal.forward).keys() - {"input_ids", "attention_mask", "labels"}
-                    images = padding.task.parity_inputs(step.inputs, batch)
-                    inputs |= {name: value for name, value in images.items() if name in names}
+                    inputs |= {k: v for k, v in padding.task.parity_inputs(step.inputs, batch).items() if k in names}
                 try:
                     self._compare(step.mode, step.model, inputs)
                 except (ParityError, ValueError) as error:
@@ -261,6 +259,8 @@ class Parity(Part):
     def _compare_step(self, step: Step) -> str | None:
         """Compare the trainer's step; returns why its loss changes without padding, or `None`."""
         trainer, schedule = self.trainer, self._schedules[step.mode]
+        if trainer.accelerator.is_local_main_process:
+            trainer.padding.handles[0].say_once("comparing the trainer's own loss on a few rows, once", tell=say)
         begin = time.perf_counter()
         report = check_step(trainer, step, gradients=step.mode == "train" and torch.is_grad_enabled())
         if report is None:

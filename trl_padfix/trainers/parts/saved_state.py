@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from ...core.context import temporarily_set
 from ...core.probes import saved_modules
 from .part import PaddingFreeTrainer
 
@@ -28,8 +29,8 @@ def saved_state(trainer: PaddingFreeTrainer) -> Iterator[None]:
     """
     A block after which a trainer and its modules are as before: metrics, counters, buffers, gradients, random states.
 
-    Plain values, tensors, and containers of them are put back, except datasets. Other objects that a user's loss
-    writes to are not.
+    Plain values, tensors, and containers of them are put back, except datasets. `trainer.log` does nothing. Other
+    objects that a user's loss writes to are not put back.
     """
     for unit in (module for module in trainer.model.modules() if isinstance(module, FSDPModule)):
         unit.reshard()  # a forward without backward leaves gathered parameters, which get no gradients
@@ -49,6 +50,7 @@ def saved_state(trainer: PaddingFreeTrainer) -> Iterator[None]:
             stack.callback(setattr, parameter, "grad", parameter.grad)
             parameter.grad = None
         stack.enter_context(kept_trainable(trainer.model))
+        stack.enter_context(temporarily_set(trainer, log=lambda *args, **kwargs: None))
         yield
 
 
