@@ -199,7 +199,7 @@ class PaddingRemovalCallback(TrainerCallback):
 
     def attach(self, trainer: Trainer) -> None:
         """
-        Attach to the models of a trainer now, and again when it trains a second time.
+        Attach to the models of a trainer now, and again when it trains a second time. Replaces an earlier callback.
 
         Args:
             trainer ([`~transformers.Trainer`]):
@@ -210,7 +210,12 @@ class PaddingRemovalCallback(TrainerCallback):
         """
         if not isinstance(trainer, Trainer):
             raise TypeError(f"`attach` takes the trainer, not its model; got `{type(trainer).__name__}`.")
-        if self not in trainer.callback_handler.callbacks:
+        ours = [c for c in trainer.callback_handler.callbacks if isinstance(c, PaddingRemovalCallback)]
+        for earlier in ours:  # of a cell that runs again
+            if earlier is not self:
+                earlier.remove()
+                trainer.remove_callback(earlier)
+        if self not in ours:
             trainer.add_callback(self)
         self._given = trainer
         self._begin(trainer)
@@ -341,7 +346,7 @@ class PaddingRemovalCallback(TrainerCallback):
             logger.warning(NOT_COVERED)
             return
         if begins:
-            self.attach(trainer)
+            self._begin(trainer)
         assert self._run is not None
         if len(decoders) > len(self.handles):  # a plug-in attaches before TRL makes the reference
             self._attach_to(models[len(self.handles) :], self._run)

@@ -262,8 +262,7 @@ class PaddingFreeMixin:
         """A block in which TRL makes a data loader: every training and evaluation begins with one."""
         given, now = vars(self.padding.settings), vars(Settings.of(self.args, **self.fixed_settings))
         if late := [f"`{name}={now[name]}`" for name in given if now[name] != given[name]]:
-            read = f"it has already read its fields and {OFF}"
-            raise ValueError(f"Set {', '.join(late)} before you make the trainer: {read}.")
+            raise ValueError(f"Make a new trainer: by its configuration or {OFF}, it would have {', '.join(late)}.")
         with self.padding.in_use():
             self._follow_models()  # after `model_init`; data loaders read the handle of the model
             if is_training and self.padding.settings.changed:

@@ -13,13 +13,15 @@ import contextlib
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ..anatomy import differentiates_in_parts, reset_gather_order, reshard_parameters
-from ..context import context, temporarily_set, within
+from ..context import context, of_this_thread, temporarily_set, within
 from ..errors import UnpackableCallError
 from ..handle import PaddingRemoval, PaddingStats
 from ..probes import saved_modules
@@ -61,7 +63,8 @@ def check_parity(
         prefix_sharing (`bool`, *optional*):
             Mode for a model without padding removal. A model with padding removal is compared in its own mode.
         dtype (`torch.dtype`, *optional*):
-            Precision that determines the tolerance. By default the autocast dtype, else the decoder's dtype.
+            Precision that determines the tolerance. By default that of autocast (also within the model's forward, as
+            after accelerate's `prepare`), else the decoder's dtype.
         gradients (`bool`, *optional*, defaults to `True`):
             Whether to compare the gradient and the longest row as well.
 
@@ -91,6 +94,8 @@ def check_parity(
     """
     if not (isinstance(batch, Mapping) and isinstance(batch.get("input_ids"), torch.Tensor)):
         raise TypeError("The parity check takes a batch of tensors, as of `tokenizer(texts, return_tensors='pt')`.")
+    if isinstance(model, DistributedDataParallel):  # each of its forwards waits for other processes
+        model = model.module
     with contextlib.ExitStack() as stack:
         stack.callback(reshard_parameters, model)
         stack.enter_context(torch.no_grad())
@@ -108,6 +113,9 @@ def check_parity(
         with pooling_last_column(prepare(called, batch, handle), handle) as sample:
             handle.accept_hooks()
             forwards = Forwards(called, sample, handle, dtype or precision_of(handle.decoder, sample.ids.device))
+            if dtype is None:
+                see = of_this_thread(partial(_see_autocast, forwards))
+                stack.enter_context(handle.anatomy.pretrained.get_input_embeddings().register_forward_hook(see))
             outcome = forwards.compute(gradients)
             reset_gather_order(handle.anatomy.pretrained, sample.ids)
             report = _judge(outcome, forwards)
@@ -120,6 +128,12 @@ def check_parity(
         if gradients and not sample.has_images and (handle.context_parallel is not None or not in_parts):
             report = replace(report, longest=_compare_longest(called, batch, handle, report))
         return report
+
+
+def _see_autocast(forwards: Forwards, module: nn.Module, args: Any, output: torch.Tensor) -> None:
+    """A forward hook: the precision of forwards that enter autocast by themselves."""
+    if torch.is_autocast_enabled(output.device.type):
+        forwards.dtype = torch.get_autocast_dtype(output.device.type)
 
 
 def _compare_longest(

@@ -8,6 +8,7 @@ trial of.
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -92,6 +93,8 @@ class RecordedRollouts:
             )
         require_columns(dataset, "rollouts", [{"messages", task, reward}], "Rollouts need them")
         values = [float(value) for value in dataset[reward]]
+        if unknown := [i for i, value in enumerate(values) if math.isnan(value)]:
+            raise ValueError(f"The `{reward}` of row {unknown[0]} (counted from 0) is not a number. Filter it out.")
         trials: dict[Any, list[int]] = {}
         for i, name in enumerate(dataset[task]):
             trials.setdefault(name, []).append(i)
@@ -118,6 +121,8 @@ class RecordedRollouts:
 
     def __call__(self, prompts: list[str], trainer: PaddingFreeTrainer) -> dict[str, Any]:
         """The trials of the tasks in `prompts` (each `num_generations` times there), as TRL's `rollout_func`."""
+        if not {str(prompt) for prompt in prompts} <= self._tokens.keys():
+            raise ValueError("These prompts were not recorded: pass `recorded.prompts` as `train_dataset`.")
         counts = Counter(prompts)
         if wrong := next((count for count in counts.values() if count != self.trials), 0):
             mode, suffix = ("train", "") if trainer.model.training else ("eval", "_eval")

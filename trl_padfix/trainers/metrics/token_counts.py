@@ -10,6 +10,7 @@ from copy import copy
 import torch
 from accelerate.logging import get_logger
 
+from ...core.context import context
 from ...core.handle import PaddingRemoval, PaddingStats
 from ...core.layout.layout import to_device_async
 from ..distributed import data_replicas
@@ -103,7 +104,7 @@ class TokenCounts(Part):
         """Say once that no forward has been packed so far, or since the padding removal was detached by hand."""
         padding = self.trainer.padding
         handle = padding.handle
-        if self._warned or handle is None or not self.settings.padding_free:
+        if self._warned or handle is None or handle in context().disabled or not self.settings.padding_free:
             return
         # A packed row of a single sequence has no padding and is not packed again.
         is_unpacked = not handle.stats.forwards and (handle.stats.padded_forwards or not padding.task.packs_rows())

@@ -55,8 +55,7 @@ MIXES_ROWS = (
 )
 
 NOT_COMPARED = (
-    "The loss of {} is not compared: its batches lack `input_ids` and `attention_mask` (the `task_class` of "
-    "`padding_free_trainer` can name them). If it reads padding, mask it."
+    "The loss of {} is not compared: its batches lack `input_ids` and `attention_mask`. If it reads padding, mask it."
 )
 
 MOST_ZEROS = 50
