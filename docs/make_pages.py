@@ -92,6 +92,7 @@ over batches (`entropy`, `kl`, `clip_ratio`) differ from TRL's.
 | `trl-padfix doctor` | shows what runs here (or `--json`); exits with status 1 if `--model` or `--attn` cannot run |
 | `--dry_run` | [checks the first batch](numbers.md#in-your-run) without training |
 | `--dataset_name`, `datasets` | [your data](../recipes/README.md) |
+| `--padding_free false` | switches a field of a YAML off |
 | `--tiny_model tiny` or `small` | trains a random Qwen2 (DPO, SFT) |
 | `--resume_from_checkpoint` | takes `latest` or a folder ([resume](../recipes/README.md#resume)) |
 | `--accelerate_config` | takes a file, or a name of TRL's; flags of `accelerate launch` work too, also in YAML |

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import transformers
 import yaml
-from transformers import AutoTokenizer
+from PIL import Image
+from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
 from trl_padfix import build_tiny
 
@@ -90,8 +91,8 @@ def test_the_code_on_rollouts_trains_packed(tmp_path, monkeypatch):
     assert stats.shared_forwards > 0
     assert stats.padded_forwards == 0
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
-    small = "GRPOConfig(per_device_train_batch_size=4, max_steps=1, use_cpu=True, bf16=False, report_to=[],"
-    exec(grpo.replace("GRPOConfig(", small), scope)
+    small = "GRPOConfig(max_steps=1, use_cpu=True, bf16=False, report_to=[],"
+    exec(grpo.replace("GRPOConfig(", small).replace("batch_size=32", "batch_size=4"), scope)
     assert scope["trainer"].padding.stats.shared_forwards > 0
     # These rollouts are longer than TRL's default, so that nothing is left to train on.
     with pytest.raises(ValueError, match="num_samples=0"):
@@ -120,17 +121,22 @@ def test_the_loop_of_the_page_on_other_stacks_trains_packed(tmp_path, monkeypatc
     )
     exec(code, {"build_tiny": build_tiny})
     printed = capsys.readouterr().out
-    assert re.search(r"packed_tokens=[1-9]\d*, forwards=2, shared_forwards=2, padded_forwards=0\)$", printed.strip())
+    assert re.search(r"packed_tokens=[1-9]\d*, forwards=4, shared_forwards=4, padded_forwards=0\)$", printed.strip())
 
 
 @pytest.mark.slow
 def test_the_answers_to_images_are_those_of_each_prompt_alone(tmp_path):
     import sft_vlm
 
-    model = f"name = {sft_vlm.build_tiny(tmp_path / 'model')!r}"
-    shown = {'name = "Qwen/Qwen2.5-VL-3B-Instruct"': model, ', device_map="cuda"': ""}
-    scope: dict = {}
-    exec(replaced(blocks("guides/vision.md")[1], shown), scope)
+    folder = sft_vlm.build_tiny(tmp_path / "model")
+    processor = AutoProcessor.from_pretrained(folder)
+    contents = [[{"type": "image"}, {"type": "text", "text": text}] for text in ("Which color?", "Is it blue?")]
+    chats = [[{"role": "user", "content": content}] for content in contents]
+    prompts = processor.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
+    images = [[Image.new("RGB", (64, 64), color)] for color in ("red", "navy")]
+    model = AutoModelForImageTextToText.from_pretrained(folder)
+    scope = {"model": model, "processor": processor, "prompts": prompts, "images": images}
+    exec(blocks("guides/vision.md")[1], scope)
     assert (scope["inputs"]["attention_mask"] == 0).any()
     for prompt, image, answer in zip(scope["prompts"], scope["images"], scope["answers"], strict=True):
         alone = scope["processor"](text=prompt, images=image, return_tensors="pt")
