@@ -51,8 +51,9 @@ TEXT = """\
 
 ## All types
 
-We ran each type of transformers 5.24 as a tiny random model in float32. Rows exceeded every window, shared prefixes,
-and were padded on both sides. *Exact* means that log-probabilities, gradients (relative), router logits and auxiliary
+We ran the causal language model of each type of transformers 5.24, tiny and random, in float32. (BERT, BART or Whisper
+means only their decoder, `is_decoder=True`: encoders raise an error.) Rows shared prefixes and were padded on both
+sides. *Exact* means that log-probabilities, gradients (relative), router logits and auxiliary
 loss are within 1e-4 of each row computed alone.
 
 Some results depend on the batch even in transformers: a `topk` between equal scores (DeepSeek V3.2 and V4,
@@ -135,7 +136,7 @@ def counted(recorded: dict[str, Any]) -> str:
     found = [cell for outcomes in recorded.values() for cell in cells(outcomes).values()]
     figures = [cell.get(name, 0) for cell in found for name in ("logps", "gradients")]
     largest = f"The largest difference is {max(figures):.0e}."
-    same = "The counts with `prefix_sharing` are the same." if shared == free else f"With it {shared}."
+    same = "With it, the same." if shared == free else f"With it {shared}."
     return f"{TEXT}\nWithout `prefix_sharing` {free}. {same} {largest}"
 
 

@@ -63,7 +63,7 @@ def test_it_is_short_and_names_no_place_outside():
 FIGURES = {  # rows of the README, in the order of docs/speed.md, and the file and variant of each figure
     "DPO, 4 pairs": dict.fromkeys(["padding_free", "prefix_sharing"], "dpo-hh-rlhf-4-pairs-smollm2-defaults-cpu"),
     "DPO, 8 pairs": dict.fromkeys(["padding_free", "prefix_sharing"], "dpo-hh-rlhf-8-pairs-smollm2-cpu"),
-    "SFT, 8 rows": {"padding_free": "sft-hh-rlhf-8-rows-smollm2-cpu"},
+    "SFT, 8 rows": dict.fromkeys(["padding_free", "auto"], "sft-hh-rlhf-8-rows-smollm2-cpu"),
     "GRPO, 8 completions": dict.fromkeys(["padding_free", "prefix_sharing"], "grpo-8-completions-smollm2-cpu"),
 }
 FIGURE = r"(?<![\w.])\d+\.\dx"
