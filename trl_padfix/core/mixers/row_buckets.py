@@ -353,22 +353,18 @@ def _forward_with_stubs(
     patch: ForwardPatch, layers: dict[str, nn.Module], recorded_calls: LayerCalls
 ) -> Callable[..., Any]:
     """The forward that `patch` wraps, on a view whose lists of layers hold stubs."""
-    stubs: dict[int, _LayerStub] = {}  # one for each layer, as some models use a layer in several places
+    # One stub for each layer, as some models use a layer in several places.
+    stubs = {layer: _LayerStub(layer, recorded_calls) for layer in layers.values()}
 
     def overrides_of(module: nn.Module, prefix: str) -> dict[str, Any]:
         """The config of `module`, and its children that hold layers, with stubs for these layers."""
         overrides: dict[str, Any] = {}
         for name, child in module.named_children():
-            inside = [n for n in layers if n.startswith(f"{prefix}{name}.")]
-            if not inside:
+            if not any(n.startswith(f"{prefix}{name}.") for n in layers):
                 continue
             if isinstance(child, nn.ModuleList):
-                overrides[name] = nn.ModuleList(
-                    stubs.setdefault(id(layer), _LayerStub(layer, recorded_calls))
-                    if f"{prefix}{name}.{i}" in layers
-                    else layer
-                    for i, layer in enumerate(layers.get(f"{prefix}{name}.{i}", x) for i, x in enumerate(child))
-                )
+                in_list = ((layers.get(f"{prefix}{name}.{i}"), block) for i, block in enumerate(child))
+                overrides[name] = nn.ModuleList(block if layer is None else stubs[layer] for layer, block in in_list)
             else:
                 overrides[name] = view_of(child, overrides_of(child, f"{prefix}{name}."))
         if (config := config_of(module)) is not None:
