@@ -90,8 +90,7 @@ def _why_not_causal(decoder: nn.Module, config: PretrainedConfig, mixers: Mixers
     """Evidence that tokens of a decoder attend to later ones; `None` if there is none."""
     for mixer in mixers.mixers:
         # Cross-attention is not causal by nature; it does not run in a decoder without an encoder.
-        modules = (m for m in mixer.module.modules() if not marks_cross_attention(m))
-        if not all(map(is_causal, modules)):
+        if not all(is_causal(m) for m in mixer.module.modules() if not marks_cross_attention(m)):
             return f"layer `{mixer.name}` ({type(mixer.module).__name__}) uses bidirectional or cross-attention"
     names = names_in(type(decoder).forward)
     # `is_decoder` is a field of all configurations, and acts in the code that reads it.

@@ -71,8 +71,7 @@ def token_rows(rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -
     result = []
     for prompt, *sequences in zip(prompts, *(_token_ids(rows, [*names, s], tokenizer) for s in sides), strict=True):
         # A token may span the end of a prompt. Then the prompt ends before that token, as in TRL.
-        tokens = zip(prompt, *sequences, strict=False)
-        end = len([*takewhile(lambda at: len({*at}) == 1, tokens)])
+        end = len([*takewhile(lambda at: len({*at}) == 1, zip(prompt, *sequences, strict=False))])
         row = {"prompt_ids": sequences[0][:end]}
         row |= {f"{side}_ids": ids[end:] for side, ids in zip(sides, sequences, strict=True)}
         result.append({"input_ids": sequences[0], "prompt": end} if trainer == "sft" else row)

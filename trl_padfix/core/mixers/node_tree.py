@@ -232,8 +232,7 @@ class NodeTree:
             is_last = depth == len(scan.levels) and self.fork_tokens is None  # no node continues from this level
             computed_states: Any = torch.cat(states) if states else None
             for block in level:
-                shape = block.tokens.shape
-                chunks = [x.index_select(0, block.tokens.flatten()).unflatten(0, shape) for x in sources]
+                chunks = [x.index_select(0, block.tokens.flatten()).unflatten(0, block.tokens.shape) for x in sources]
                 initial = None if block.parents is None else computed_states.index_select(0, block.parents)
                 output, final = kernel(chunks, initial, not is_last, block.cu_seqlens)
                 outputs.append(output.flatten(0, 1))

@@ -98,8 +98,7 @@ class PrimitivesPatch(ForwardPatch):
         assert isinstance(forward, MethodType), "a mixer whose forward is not a method of its class runs on rows"
         module, keys, replaced = viewed_module(self.module), zip(repeat(self.module), count()), {}
         for name in primitives_of(module):
-            replacement = _REPLACEMENTS[name](global_in(module, name), call, keys)
-            replaced[name] = call.tokens.mix(name, replacement)
+            replaced[name] = call.tokens.mix(name, _REPLACEMENTS[name](global_in(module, name), call, keys))
         with running(call):
             return with_globals(forward.__func__, replaced)(forward.__self__, *args, **kwargs)
 

@@ -78,8 +78,7 @@ def view_of(module: Any, overrides: dict[str, Any]) -> Any:
     """`module` with other values for the attributes in `overrides`; it shares its state with the module."""
     if (config := config_of(module)) is not None:
         overrides = {"config": ConfigView(config, context().attention or PACKED_ATTENTION), **overrides}
-    cls = _view_class(type(module), tuple(overrides))
-    view = object.__new__(cls)
+    view = object.__new__(_view_class(type(module), tuple(overrides)))
     # The view has the module's own `__dict__`, not a copy: parameters, buffers and flags are the same objects. This
     # bypasses `nn.Module.__setattr__`, which would register `padfix_module` as a child.
     for name, value in (("__dict__", module.__dict__), ("padfix_overrides", overrides), ("padfix_module", module)):

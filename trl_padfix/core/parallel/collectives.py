@@ -145,8 +145,7 @@ class _AllGatherForLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Group, lengths: tuple[int, ...]) -> torch.Tensor:
         ctx.group, ctx.lengths = group, lengths
-        shapes = [[(n, *x.shape[1:])] for n in lengths]
-        received = exchange([[x]] * group.size, shapes, group)
+        received = exchange([[x]] * group.size, [[(n, *x.shape[1:])] for n in lengths], group)
         return torch.cat([x for (x,) in received])
 
     @staticmethod

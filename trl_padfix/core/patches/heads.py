@@ -208,9 +208,8 @@ class TokenLabelsPatch(BatchPatch):
     attachment: PaddingRemoval
 
     def packed(self, *args: Any, **kwargs: Any) -> Any:
-        call = self.bind(args, kwargs)
         with cache_of_call():
-            scores_padding = _lack_states(call, "labels", at_padding)
+            scores_padding = _lack_states(self.bind(args, kwargs), "labels", at_padding)
             with self.attachment.padded(SCORED_AT_PADDING) if scores_padding else nullcontext():
                 return self.wrapped(*args, **kwargs)
 
@@ -233,9 +232,8 @@ class PoolingPatch(BatchPatch):
     _has_warned = False
 
     def packed(self, *args: Any, **kwargs: Any) -> Any:
-        decoder = self.attachment.decoder
         if self.attachment.pool_last_token:
-            with within(model=ModelCall(decoder, pools_last=True)):
+            with within(model=ModelCall(self.attachment.decoder, pools_last=True)):
                 return self.wrapped(*args, **kwargs)
         with cache_of_call():
             is_padded = self._scores_padding(self.bind(args, kwargs))

@@ -234,13 +234,12 @@ def _run_part(
     layout: PrefixedLayout | None,
 ) -> SubBatchOutput:
     """The output of a part among all rows."""
-    recording = record_router_logits(model) if with_router_logits else nullcontext([None])
     # The backward runs this again, outside of the blocks of the first forward: `disabled` is set as it was there.
     # `runner=None`, because a part must not be split again.
     with (
         within(disabled=disabled, runner=None, own_checkpoint=True),
         reading_prefixes(call, layout),
-        recording as router_logits,
+        record_router_logits(model) if with_router_logits else nullcontext([None]) as router_logits,
     ):
         output = forward(**call)
     return SubBatchOutput(call, output, router_logits[0] if len(router_logits) == 1 else None)

@@ -217,6 +217,5 @@ def _image_keys(batch: dict[str, Any]) -> torch.Tensor:
     ids, pixels = batch["prompt_ids"], batch.get("pixel_values")
     if pixels is None or len(pixels) != len(ids):
         return ids.new_zeros(len(ids), 1)
-    sums = [row.double().sum() for row in pixels]
     # Reinterpret the bits as integers, so that they fit next to the token ids and compare exactly.
-    return torch.stack(sums).view(torch.int64).to(ids)[:, None]
+    return torch.stack([row.double().sum() for row in pixels]).view(torch.int64).to(ids)[:, None]
