@@ -192,8 +192,7 @@ def _replace_tower(config: PretrainedConfig) -> None:
 
 def tiny_config(cls: type[PretrainedConfig], overrides: dict[str, Any]) -> PretrainedConfig:
     """The smallest config of `cls` that still has every kind of layer."""
-    fields = cls().to_dict()
-    given = {**_shrunk(fields), **overrides}
+    given = {**_shrunk(cls().to_dict()), **overrides}
     return cls(**copy.deepcopy(given))  # configs write into what they are given
 
 
@@ -241,10 +240,8 @@ _DERIVED |= {"transformers_version", "model_type", "architectures", "_name_or_pa
 
 
 def _resize(name: str, value: Any) -> Any:
-    size = _SIZE_OF.get(name)
-    if size is None or isinstance(value, bool) or not isinstance(value, int):
-        return value
-    return min(size, value) if value > 0 else value
+    is_size = isinstance(value, int) and not isinstance(value, bool) and value > 0
+    return min(value, _SIZE_OF.get(name, value)) if is_size else value
 
 
 def _layer_count(fields: dict[str, Any]) -> int:

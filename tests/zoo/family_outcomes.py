@@ -74,9 +74,7 @@ def family_outcomes(family: str) -> dict[str, Any]:
         model = build(family)
     except NotBuiltError as reason:
         return {"not_built": str(reason)}
-    implementations = [model.config._attn_implementation]
-    if implementations != ["eager"]:
-        implementations.append("eager")
+    implementations = list(dict.fromkeys([model.config._attn_implementation, "eager"]))
     result: dict[str, Any] = {"class": type(model).__name__, "implementations": implementations}
     anatomy = Anatomy.of(model)
     if refusal(anatomy) is None:
