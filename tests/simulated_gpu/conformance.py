@@ -61,7 +61,7 @@ def exact(states: list[torch.Tensor], case: Case, sinks: torch.Tensor | None) ->
         hidden = (behind < 0) | (behind >= (case.window or len(k)))
         scores = scores.masked_fill(hidden, -torch.inf)
         if sinks is not None:
-            scores = torch.cat([scores, sinks[:, None, None].expand(-1, len(q), 1)], dim=-1)
+            scores = torch.cat([scores, sinks.double()[:, None, None].expand(-1, len(q), 1)], dim=-1)
         weights = scores.softmax(-1)[..., : len(k)]
         outputs.append(torch.einsum("nqk,knd->qnd", weights, v.repeat_interleave(group, 1)))
     return torch.cat(outputs)
@@ -77,9 +77,7 @@ def of_flash_attn(function: Callable) -> Callable:
     sink = next((name for name in ("s_aux", "learnable_sink", "sinks") if name in known), None)
 
     def run(states: list[torch.Tensor], case: Case, sinks: torch.Tensor | None) -> torch.Tensor:
-        more: dict[str, Any] = {}
-        for name in {"softcap", "deterministic"} & case.asked.keys():
-            more[name] = case.asked[name]
+        more = {name: case.asked[name] for name in {"softcap", "deterministic"} & case.asked.keys()}
         if sinks is not None:
             more[sink] = sinks
         if case.window is not None:
@@ -106,15 +104,14 @@ def conform(kernel: Callable, case: Case, device: str, dtype: torch.dtype, toler
 
     drawn = [draw(sum(case.queries), case.heads[0]), *(draw(sum(case.keys), case.heads[1]) for _ in range(2))]
     # Keys and values come as views of `(heads, tokens, size)`, as the layers of a model make them.
-    states = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in drawn]
-    states = [x.requires_grad_() for x in states]
+    states = [x.transpose(0, 1).contiguous().transpose(0, 1).requires_grad_() for x in drawn]
     doubles = [x.detach().double().requires_grad_() for x in drawn]
     sinks = torch.randn(case.heads[0], generator=generator).to(device, dtype) if "sinks" in case.asked else None
     upstream = draw(sum(case.queries), case.heads[0])
 
     output = kernel(states, case, sinks)
     gradients = torch.autograd.grad(output, states, upstream)
-    want = exact(doubles, case, None if sinks is None else sinks.double())
+    want = exact(doubles, case, sinks)
     wanted = torch.autograd.grad(want, doubles, upstream.double())
 
     def error(got: torch.Tensor, true: torch.Tensor) -> float:
@@ -123,9 +120,7 @@ def conform(kernel: Callable, case: Case, device: str, dtype: torch.dtype, toler
 
     # `all`, because `max` skips NaN behind the first element.
     assert all(error(a, b) < tolerance for a, b in zip((output, *gradients), (want, *wanted), strict=True))
-    rolled = exact(
-        [doubles[0], doubles[1].roll(1, dims=0), doubles[2]], case, None if sinks is None else sinks.double()
-    )
+    rolled = exact([doubles[0], doubles[1].roll(1, dims=0), doubles[2]], case, sinks)
     assert max(case.keys) == 1 or case.window == 1 or error(output, rolled) > 5 * tolerance
     if "deterministic" in case.asked:
         for _ in range(5):
