@@ -139,23 +139,18 @@ class Transposed(Qwen2ForCausalLM):
         return output
 
 
-def with_loss(function):
+def changed(**attributes):
     model = build_model()
-    model.loss_function = function
-    return model
-
-
-def of_class(cls):
-    model = build_model()
-    model.__class__ = cls
+    for name, value in attributes.items():
+        setattr(model, name, value)
     return model
 
 
 MODELS = {
-    "rows": partial(with_loss, mean_of_rows),
-    "term": partial(of_class, Regularised),
-    "small term": partial(of_class, Anchored),
-    "not contiguous": partial(of_class, Transposed),
+    "rows": partial(changed, loss_function=mean_of_rows),
+    "term": partial(changed, __class__=Regularised),
+    "small term": partial(changed, __class__=Anchored),
+    "not contiguous": partial(changed, __class__=Transposed),
     "classifier": partial(build_model, "reward"),
 }
 
