@@ -56,8 +56,7 @@ def new_tokens(sequences, columns):
 def test_any_mask_is_aligned_with_everything_that_goes_with_it(rows):
     mask = torch.tensor(rows).long()
     ids = torch.arange(mask.numel()).view(mask.shape)
-    embeddings = torch.stack([ids, -ids], -1)
-    found, found_mask, found_embeddings = left_align(ids, mask, embeddings)
+    found, found_mask, found_embeddings = left_align(ids, mask, torch.stack([ids, -ids], -1))
     longest = max(map(sum, rows))
     assert found.shape == found_mask.shape == (len(rows), longest)
     for i, row in enumerate(rows):
@@ -123,8 +122,7 @@ def test_new_tokens_begin_behind_the_columns_that_were_given():
     inputs = {"input_ids": ids, "attention_mask": mask}
     found = generate(model, inputs, **SETTINGS)
     assert torch.equal(new_tokens(found, ids.shape[1]), expected)
-    output = generate(model, inputs, return_dict_in_generate=True, **SETTINGS)
-    assert torch.equal(output.sequences, found)
+    assert torch.equal(generate(model, inputs, return_dict_in_generate=True, **SETTINGS).sequences, found)
     assert torch.equal(generate(model, ids, attention_mask=mask, **SETTINGS), found)
     assert found[:, : -6 - max(map(len, ROWS))].eq(PAD).all()
     of_columns = generate(model, inputs, **SETTINGS | {"max_new_tokens": None}, max_length=ids.shape[1] + 6)

@@ -61,9 +61,7 @@ def test_labels_of_padding_are_computed_padded_and_said_once(side, caplog):
             assert torch.equal(a, b)
         outputs(model, batch)
         assert (handle.stats.padded_forwards, handle.stats.forwards) == (2, 0)
-    assert (
-        len([said for said in our_warnings(caplog) if "labels at tokens that the attention mask hides" in said]) == 1
-    )
+    assert sum("labels at tokens that the attention mask hides" in said for said in our_warnings(caplog)) == 1
     with remove_padding(model, strict=True), pytest.raises(PaddingRemovalError, match="labels at tokens"):
         model(**batch)
 

@@ -45,10 +45,8 @@ def test_prefixes_part_before_a_block_in_which_rows_differ():
     lengths = layout.queries.lengths, layout.keys.lengths
     for part, queries, keys in zip(masks.of_segments(None, layout), *lengths, strict=True):
         assert part.shape == (1, 1, queries, keys)
-    shared = masks.of_segments(None, layout)[layout.queries.lengths.index(1)]
-    assert shared.all()
-    without = prefix_sharing_layout(ids, real)
-    assert without.packed_tokens < layout.packed_tokens
+    assert masks.of_segments(None, layout)[layout.queries.lengths.index(1)].all()
+    assert prefix_sharing_layout(ids, real).packed_tokens < layout.packed_tokens
 
 
 @pytest.mark.parametrize(("column", "packed"), [(2, 8), (0, 6)])

@@ -119,12 +119,11 @@ def test_positions_of_another_row_are_found_wrong(monkeypatch):
             check_parity(vision.model, collate(vision, ROWS).call()).raise_if_failed()
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "llava"])
-def test_an_image_is_part_of_what_a_prefix_is(family, monkeypatch):
+@pytest.mark.parametrize(("family", "other"), [("qwen3_vl", -7), ("llava", -4)])
+def test_an_image_is_part_of_what_a_prefix_is(family, other, monkeypatch):
     vision = build_vision(family)
-    rows = [Row((3, -1, 4, 5)), Row((3, -4, 4, 6)), Row((3, -1, 4, 7, 8))]
-    if family == "qwen3_vl":  # of one size, so that ids and positions are the same
-        rows = [Row((3, -1, 4, 5)), Row((3, -7, 4, 6)), Row((3, -1, 4, 7, 8))]
+    # The `other` image has the size of the first one, so that ids and positions are the same.
+    rows = [Row((3, -1, 4, 5)), Row((3, other, 4, 6)), Row((3, -1, 4, 7, 8))]
     batch = collate(vision, rows)
     expected = alone(vision, rows)[0]
     with remove_padding(vision.model, prefix_sharing=True) as handle:

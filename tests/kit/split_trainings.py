@@ -104,8 +104,7 @@ def train(name: str, folder: Path, ours: bool, **config: Any) -> Run:
     others = {}
     if "precomputed" in case:
         others = {name: load_from_disk(folder.parent / kind / name) for name in ("train_dataset", "eval_dataset")}
-    trainer = maker(method.ours if ours else method.theirs, settings | extra | config, **given() | others)
-    return run(trainer)
+    return run(maker(method.ours if ours else method.theirs, settings | extra | config, **given() | others))
 
 
 def main(path: str, *names: str) -> None:

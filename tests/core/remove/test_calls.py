@@ -150,8 +150,7 @@ def test_inference_mode_gives_the_same_numbers():
     with remove_padding(model, prefix_sharing=True) as handle:
         expected = logits_of(model, ids, mask)
         with torch.inference_mode():
-            inside = batch("mixed")  # inference tensors
-            assert torch.equal(model(*inside).logits, expected)
+            assert torch.equal(model(*batch("mixed")).logits, expected)  # inference tensors
             assert torch.equal(model(ids, mask).logits, expected)
     assert handle.stats.packed_tokens == 3 * DISTINCT
 
