@@ -53,18 +53,15 @@ TEXT = """\
 
 We ran the causal language model of each type of transformers 5.24, tiny and random, in float32. (BERT, BART or Whisper
 means only their decoder, `is_decoder=True`: encoders raise an error.) Rows shared prefixes and were padded on both
-sides. *Exact* means that log-probabilities, gradients (relative), router logits and auxiliary
-loss are within 1e-4 of each row computed alone.
-
-Some results depend on the batch even in transformers: a `topk` between equal scores (DeepSeek V3.2 and V4,
-`glm_moe_dsa`, `axk2`, `hy_v4`), and `xlstm` on some CPUs.
+sides. *Exact* means that log-probabilities, gradients (relative), router logits and auxiliary loss are within 1e-4 of
+each row computed alone. Some results depend on the batch even in transformers: a `topk` between equal scores (DeepSeek
+V3.2 and V4, `glm_moe_dsa`, `axk2`, `hy_v4`), and `xlstm` on some CPUs.
 """
 IMAGES = """\
 ## Families with images
 
 We ran these types on rows with two images, one, or none. *Exact* includes the gradients of the vision tower. *As
-padded*: even the model's padded batch differs from its rows alone, and packed is within 1e-4 of the padded batch. For
-a type that is missing here, your run's parity check still applies."""
+padded*: even the model's padded batch differs from its rows alone, and packed is within 1e-4 of the padded batch."""
 
 pytestmark = pytest.mark.skipif(
     transformers.__version__ != "5.24.0", reason="the record is that of transformers 5.24.0"

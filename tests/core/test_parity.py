@@ -254,7 +254,6 @@ def test_the_precision_within_a_forward_counts_and_ddp_is_left_out():
     model = build("qwen2")
     model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)  # as accelerate's `prepare` does
     assert check_parity(model, inputs()).dtype == torch.bfloat16
-    assert check_parity(model, inputs(), dtype=torch.float32).dtype == torch.float32
     wrapped = torch.nn.parallel.DistributedDataParallel.__new__(torch.nn.parallel.DistributedDataParallel)
     torch.nn.Module.__init__(wrapped)
     wrapped.module = build("qwen2")  # a forward of the wrapper would fail: there is no other process

@@ -130,9 +130,7 @@ def test_the_answers_to_images_are_those_of_each_prompt_alone(tmp_path):
 
     folder = sft_vlm.build_tiny(tmp_path / "model")
     processor = AutoProcessor.from_pretrained(folder)
-    contents = [[{"type": "image"}, {"type": "text", "text": text}] for text in ("Which color?", "Is it blue?")]
-    chats = [[{"role": "user", "content": content}] for content in contents]
-    prompts = processor.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
+    prompts = [f"{processor.image_token} {text}" for text in ("Which color?", "Is it blue, or not?")]
     images = [[Image.new("RGB", (64, 64), color)] for color in ("red", "navy")]
     model = AutoModelForImageTextToText.from_pretrained(folder)
     scope = {"model": model, "processor": processor, "prompts": prompts, "images": images}

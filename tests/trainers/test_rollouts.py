@@ -137,9 +137,8 @@ def test_streams_and_groups_that_are_split_are_errors():
     recorded = record(rollouts())
     with pytest.raises(ValueError, match=r"The `reward` of row 2 \(counted from 0\) is not a number"):
         record(Dataset.from_list([*ROWS[:2], ROWS[2] | {"reward": float("nan")}]))
-    for prompts in (["Hi"], [[{"role": "user", "content": "Hi"}]]):
-        with pytest.raises(ValueError, match=r"pass `recorded.prompts` as `train_dataset`"):
-            recorded(prompts, None)
+    with pytest.raises(ValueError, match=r"pass `recorded.prompts` as `train_dataset`"):
+        recorded([[{"role": "user", "content": "Hi"}]], None)
     with pytest.raises(ValueError, match="These completions were not recorded"):
         RecordedRollouts.rewards(["of the policy"])
     for trains, fields in (

@@ -235,9 +235,7 @@ class PaddingRemoval(Attachment):
         """Why no forward was packed so far, for a warning."""
         if self.stats.padded_forwards:
             return "its calls were computed padded, for the reasons given above"
-        return (
-            "the model was called neither with a two-dimensional attention mask nor with rows that are packed already"
-        )
+        return "the model was called with neither a two-dimensional attention mask nor rows that are packed already"
 
     def say_once(self, message: str, kind: str | None = None, tell: Callable[[str], None] = logger.warning) -> None:
         """Tell a message, unless this handle has told one of this `kind`; by default the message is its kind."""

@@ -210,12 +210,12 @@ class PaddingRemovalCallback(TrainerCallback):
         """
         if not isinstance(trainer, Trainer):
             raise TypeError(f"`attach` takes the trainer, not its model; got `{type(trainer).__name__}`.")
-        ours = [c for c in trainer.callback_handler.callbacks if isinstance(c, PaddingRemovalCallback)]
-        for earlier in ours:  # of a cell that runs again
-            if earlier is not self:
-                earlier.remove()
-                trainer.remove_callback(earlier)
-        if self not in ours:
+        callbacks = trainer.callback_handler.callbacks
+        # An earlier one is of a cell that runs again.
+        for earlier in [c for c in callbacks if isinstance(c, PaddingRemovalCallback) and c is not self]:
+            earlier.remove()
+            trainer.remove_callback(earlier)
+        if self not in callbacks:
             trainer.add_callback(self)
         self._given = trainer
         self._begin(trainer)

@@ -120,10 +120,9 @@ def check_parity(
             reset_gather_order(handle.anatomy.pretrained, sample.ids)
             report = _judge(outcome, forwards)
             in_parts = differentiates_in_parts(called)
-            if not report.ok and (sample.has_images or in_parts):
-                report = _judge(outcome, forwards, widest=True)
-            elif not report.ok:
-                report = _ask_rows_alone(report, outcome, forwards)
+            if not report.ok:
+                cut = not (sample.has_images or in_parts)
+                report = _ask_rows_alone(report, outcome, forwards) if cut else _judge(outcome, forwards, widest=True)
         # Also after short rows that differ: processes that share rows compute equally many forwards.
         if gradients and not sample.has_images and (handle.context_parallel is not None or not in_parts):
             report = replace(report, longest=_compare_longest(called, batch, handle, report))
