@@ -36,7 +36,6 @@ TINY = {  # what stands for what a test has not: the Hub, a GPU, time
 NOT_RUN = {
     r"pip install ": "brings packages from an index",
     r"python recipes/(sft_vlm|rollouts)\.py": "test_recipes.py trains with these scripts",
-    r"python train\.py": "it is yours",
     rf"trl-padfix ({'|'.join(METHODS)})\b": "test_recipes.py trains with each; test_launch.py has the flags",
 }
 
