@@ -1,7 +1,7 @@
 """
 Memory of a training step of some size: TRL, padding-free, sharing, sharing under a budget.
 
-    python benchmarks/capacity.py --method grpo --size 512
+    python benchmarks/capacity.py --method dpo --size 16
     python benchmarks/capacity.py --method grpo --size 9230 --variant sharing
 
 A size N is, with `grpo`, the tokens of each row of a group of 8 (7/8 of them the common prompt); with `dpo`, the pairs

@@ -3,7 +3,7 @@ Train TRL's `DPOTrainer` and this package's from one seed, and compare what they
 
     python recipes/smollm2.py smollm2
     python benchmarks/learning.py --model smollm2 --data test.jsonl.gz --json learning.json
-    python benchmarks/learning.py --model smollm2 --data test.jsonl.gz --bf16
+    python benchmarks/learning.py --model smollm2 --data test.jsonl.gz --bf16 --steps 60 --eval-steps 20
 
 Four trainings of one model on the same pairs: TRL; `trl_padfix` with `padding_free` and `prefix_sharing`; TRL with
 more padding in each batch, which changes nothing but rounding; and, as a negative control, `trl_padfix` with another

@@ -259,7 +259,7 @@ class Parity(Part):
         """Compare the trainer's step; returns why its loss changes without padding, or `None`."""
         trainer, schedule = self.trainer, self._schedules[step.mode]
         if trainer.accelerator.is_local_main_process:
-            trainer.padding.handles[0].say_once("comparing the trainer's own loss on a few rows, once", tell=say)
+            trainer.padding.handles[0].say_once("comparing the trainer's own loss on a few rows", tell=say)
         begin = time.perf_counter()
         report = check_step(trainer, step, gradients=step.mode == "train" and torch.is_grad_enabled())
         if report is None:
