@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
@@ -15,7 +15,10 @@ from transformers import Trainer
 from ..core.context import temporarily_set
 from ..core.errors import PaddingRemovalError
 from ..core.model.views import config_of
-from .protocols import TaskTrainer
+
+
+if TYPE_CHECKING:
+    from .parts.part import PaddingFreeTrainer
 
 
 __all__ = [
@@ -25,7 +28,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-def named_models_of(trainer: TaskTrainer) -> dict[str, Any]:
+def named_models_of(trainer: PaddingFreeTrainer) -> dict[str, Any]:
     """The policy, and the reference and the teacher if these are separate models."""
     attributes = {"reference model": "ref_model", "teacher": "teacher_model"}
     others = {name: getattr(trainer, attribute, None) for name, attribute in attributes.items()}
@@ -33,23 +36,23 @@ def named_models_of(trainer: TaskTrainer) -> dict[str, Any]:
     return {"model": trainer.model} | models
 
 
-def models_of(trainer: TaskTrainer) -> list[Any]:
+def models_of(trainer: PaddingFreeTrainer) -> list[Any]:
     """The models of [`named_models_of`], the policy first."""
     return [*named_models_of(trainer).values()]
 
 
-def datasets_of(trainer: TaskTrainer) -> dict[str, Any]:
+def datasets_of(trainer: PaddingFreeTrainer) -> dict[str, Any]:
     """The datasets of a trainer by name, without those that are `None`."""
     evaluated = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"eval": trainer.eval_dataset}
     return {name: d for name, d in {"train": trainer.train_dataset, **evaluated}.items() if d is not None}
 
 
-def trains_on_images(trainer: TaskTrainer) -> bool | None:
+def trains_on_images(trainer: PaddingFreeTrainer) -> bool | None:
     """Whether TRL's trainer has found images in its dataset; `None` for trainers that do not look for them."""
     return getattr(trainer, "_is_vision_dataset", None)
 
 
-def check_launch(trainer: TaskTrainer) -> None:
+def check_launch(trainer: PaddingFreeTrainer) -> None:
     """
     Raises:
         PaddingRemovalError: If the model is copied to several devices, or padded rows are split over processes.
@@ -72,7 +75,7 @@ def splitting_parallelism(accelerator: Accelerator, *sizes: str) -> str | None:
     return next((s for s in sizes if parallelism is not None and (vars(parallelism).get(s) or 1) > 1), None)
 
 
-def data_replicas(trainer: TaskTrainer) -> int:
+def data_replicas(trainer: PaddingFreeTrainer) -> int:
     """Number of processes with the same rows, under tensor or context parallelism."""
     return getattr(trainer, "get_tp_size", lambda: 1)()
 
@@ -89,18 +92,18 @@ def _size_at_load(model: torch.nn.Module, name: str) -> int:
     return getattr(sizes, name, None) or 1
 
 
-def has_static_graph(trainer: TaskTrainer) -> bool:
+def has_static_graph(trainer: PaddingFreeTrainer) -> bool:
     """Whether DDP expects every backward to be the same one (`ddp_static_graph`, of transformers 5)."""
     return bool(vars(trainer.args).get("ddp_static_graph")) and trainer.accelerator.num_processes > 1
 
 
-def is_fsdp2(trainer: TaskTrainer) -> bool:
+def is_fsdp2(trainer: PaddingFreeTrainer) -> bool:
     """Whether FSDP2 shards all models: accelerate has wrapped them, or transformers has loaded them sharded."""
     is_loaded_so = all(_size_at_load(model, "dp_size") > 1 for model in models_of(trainer))
     return is_loaded_so or getattr(trainer.accelerator, "is_fsdp2", False)
 
 
-def is_sharded(trainer: TaskTrainer) -> bool:
+def is_sharded(trainer: PaddingFreeTrainer) -> bool:
     """
     Whether processes with different rows meet in every forward, not only at the end of the step: FSDP, ZeRO-3, and
     models that transformers has loaded sharded, including expert parallelism.
@@ -109,14 +112,14 @@ def is_sharded(trainer: TaskTrainer) -> bool:
     return is_loaded_so or trainer.is_fsdp_enabled or is_zero(3, trainer.accelerator)
 
 
-def max_over_processes(trainer: TaskTrainer, count: int) -> int:
+def max_over_processes(trainer: PaddingFreeTrainer, count: int) -> int:
     """The largest `count` of all processes."""
     if trainer.accelerator.num_processes == 1:
         return count
     return int(gather(torch.tensor([count], device=trainer.args.device)).max())
 
 
-def on_any_process(trainer: TaskTrainer, flag: bool) -> bool:
+def on_any_process(trainer: PaddingFreeTrainer, flag: bool) -> bool:
     """Whether `flag` is set on any process."""
     return max_over_processes(trainer, int(flag)) > 0
 
@@ -155,7 +158,7 @@ def raise_on_all(error: Exception | None) -> None:
 
 
 @contextlib.contextmanager
-def sync_gradients_in_last(trainer: TaskTrainer, model: torch.nn.Module, is_last: bool) -> Iterator[None]:
+def sync_gradients_in_last(trainer: PaddingFreeTrainer, model: torch.nn.Module, is_last: bool) -> Iterator[None]:
     """A block with one of several backwards of a step, whose gradients are reduced over processes in the last one."""
     accelerator = trainer.accelerator
     state = accelerator.gradient_state
@@ -169,14 +172,14 @@ def sync_gradients_in_last(trainer: TaskTrainer, model: torch.nn.Module, is_last
         yield
 
 
-def _no_sync(trainer: TaskTrainer, model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
+def _no_sync(trainer: PaddingFreeTrainer, model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
     """`no_sync` of the wrapper of the model; accelerate does not wrap a model that transformers has sharded."""
     is_sharded = _size_at_load(trainer.model, "dp_size") > 1
     return trainer._defer_fsdp_gradient_reduction() if is_sharded else trainer.accelerator.no_sync(model)
 
 
 def step_on_prepared(
-    trainer: TaskTrainer, model: torch.nn.Module, inputs: dict[str, Any], num_items: Any
+    trainer: PaddingFreeTrainer, model: torch.nn.Module, inputs: dict[str, Any], num_items: Any
 ) -> torch.Tensor:
     """Loss and backward of prepared `inputs`, by transformers' `training_step`; callable within a running one."""
     prepared = temporarily_set(

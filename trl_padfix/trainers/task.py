@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from transformers import TrainingArguments
 
 from .checks.user_code import why_padded
-from .protocols import TaskTrainer
+
+
+if TYPE_CHECKING:
+    from .parts.part import PaddingFreeTrainer
 
 
 __all__ = ["PairTask", "Task"]
@@ -45,7 +48,7 @@ class Task:
     min_max_metrics: ClassVar[dict[str, Callable]] = {}
     """Metrics that are a minimum or maximum over rows instead of a mean, with `torch.min` or `torch.max`."""
 
-    def __init__(self, trainer: TaskTrainer):
+    def __init__(self, trainer: PaddingFreeTrainer):
         self.trainer = trainer
 
     # -- checks

@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import wraps
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -25,7 +25,10 @@ from ...core.model.changes import is_harmless
 from ...core.model.inspection import TRUSTED_GRADIENT_HOOKS, is_of, module_of, name_of
 from ...core.patches.heads import SCORED_FROM_PADDING
 from ..data.batch_rows import scores_padding
-from ..protocols import TaskTrainer
+
+
+if TYPE_CHECKING:
+    from ..parts.part import PaddingFreeTrainer
 
 
 __all__ = [
@@ -47,7 +50,7 @@ DECORATORS = ("torch.utils._contextlib", "contextlib")
 """Modules with decorators of TRL's methods, which do not change the value of a loss."""
 
 
-def custom_loss_name(trainer: TaskTrainer) -> str | None:
+def custom_loss_name(trainer: PaddingFreeTrainer) -> str | None:
     """
     Name of the user's code that computes the loss of a trainer, or a part of it; `None` if TRL computes all of it.
 
@@ -61,13 +64,13 @@ def custom_loss_name(trainer: TaskTrainer) -> str | None:
     return "compute_loss_func" if callable(loss_function) and not _is_trusted(loss_function) else None
 
 
-def custom_batch_name(trainer: TaskTrainer) -> str | None:
+def custom_batch_name(trainer: PaddingFreeTrainer) -> str | None:
     """Name of the user's code in a step that may depend on which rows share a batch; `None` if there is none."""
     methods = {"training_step", "_prepare_inputs", "get_batch_samples"}
     return custom_loss_name(trainer) or custom_method(trainer, methods) or gradient_hook_name(trainer)
 
 
-def hook_beside_loss(trainer: TaskTrainer, inner: bool = False) -> str | None:
+def hook_beside_loss(trainer: PaddingFreeTrainer, inner: bool = False) -> str | None:
     """
     Name of a user's hook on the base model or within it (with `inner`: only within it), if a user's loss or step may
     read what the hook keeps; else `None`.
@@ -88,7 +91,7 @@ def why_padded(trainer: Any, handle: PaddingRemoval, inputs: Any, in_parts: bool
     return SCORED_FROM_PADDING if handle.anatomy.head is not None and scores_padding(inputs) else None
 
 
-def custom_step_name(trainer: TaskTrainer, everywhere: bool = False) -> str | None:
+def custom_step_name(trainer: PaddingFreeTrainer, everywhere: bool = False) -> str | None:
     """
     Name of a user's `training_step` that runs within ours, so that it may compute the loss and its backward itself.
 
@@ -100,7 +103,9 @@ def custom_step_name(trainer: TaskTrainer, everywhere: bool = False) -> str | No
     return custom_method(trainer, {"training_step"}, None if everywhere else below)
 
 
-def custom_method(trainer: TaskTrainer, methods: set[str], owners: list[tuple[str, Any]] | None = None) -> str | None:
+def custom_method(
+    trainer: PaddingFreeTrainer, methods: set[str], owners: list[tuple[str, Any]] | None = None
+) -> str | None:
     """Name of the first of `methods` that is a user's: on the trainer and all its classes, or on `owners`."""
     # All owners, also those with overridden methods: `super()` may call them.
     if owners is None:
@@ -138,7 +143,9 @@ def observe_loss(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
         return compute_loss
 
     @wraps(compute_loss)
-    def in_step(self: TaskTrainer, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    def in_step(
+        self: PaddingFreeTrainer, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
         if not self.padding.parts:  # none of our fields is set
             return compute_loss(self, model, inputs, *args, **kwargs)
         arguments = dict(zip(("return_outputs", "num_items_in_batch"), args, strict=False)) | kwargs
@@ -150,20 +157,20 @@ def observe_loss(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
     return in_step
 
 
-def observe_user_loss(trainer: TaskTrainer) -> contextlib.AbstractContextManager[None]:
+def observe_user_loss(trainer: PaddingFreeTrainer) -> contextlib.AbstractContextManager[None]:
     """A block in which a `compute_loss` that was set on the trainer itself runs within `observe_step`."""
     if (of_user := vars(trainer).get("compute_loss")) is None:
         return contextlib.nullcontext()
 
     @wraps(of_user)  # also for `custom_loss_name`, which still finds the user's function
-    def compute_loss(self: TaskTrainer, *args: Any, **kwargs: Any) -> Any:
+    def compute_loss(self: PaddingFreeTrainer, *args: Any, **kwargs: Any) -> Any:
         return of_user(*args, **kwargs)
 
     return temporarily_set(trainer, compute_loss=MethodType(observe_loss(compute_loss), trainer))
 
 
 def observe_user_step(
-    trainer: TaskTrainer, around: Callable[[torch.nn.Module], contextlib.AbstractContextManager[Any]]
+    trainer: PaddingFreeTrainer, around: Callable[[torch.nn.Module], contextlib.AbstractContextManager[Any]]
 ) -> None:
     """Run a user's `training_step`, which may compute its loss without `compute_loss`, in a block of `around`."""
     of_user = trainer.training_step
@@ -179,7 +186,7 @@ def observe_user_step(
     set_until_closed(trainer.padding.undo, trainer, "training_step", observed)
 
 
-def gradient_hook_name(trainer: TaskTrainer) -> str | None:
+def gradient_hook_name(trainer: PaddingFreeTrainer) -> str | None:
     """
     Name of the code that changes gradients or weights of the policy within a backward; `None` if there is none.
 

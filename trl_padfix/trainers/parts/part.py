@@ -11,20 +11,23 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from datasets import Dataset, IterableDataset
-from transformers import PreTrainedModel, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from ...core.anatomy import find_decoder, outermost_pretrained
 from ...core.handle import PaddingRemoval, PaddingStats
 from ...core.model.patching import Attachment
 from ...core.parity.report import ParityReport
 from ...core.remove import attachments_on
-from ..protocols import Budget, TaskTrainer
 from ..settings import Settings
 from ..task import Task
+
+
+if TYPE_CHECKING:
+    from ..batching.token_budget import TokenBudget
 
 
 __all__ = ["Evaluation", "Padding", "PaddingFreeTrainer", "Part", "Step", "entered"]
@@ -116,7 +119,7 @@ class Padding:
         self.parity: dict[str, list[ParityReport]] = {}
         self.task: Task
         self.parts: tuple[Part, ...] = ()
-        self.budget: Budget | None = None
+        self.budget: TokenBudget | None = None
         self.is_attached = False
         self.is_restored = False
         self.blocks = 0  # open blocks of `in_use`, which nest
@@ -183,8 +186,10 @@ class Padding:
             part.restore()
 
 
-class PaddingFreeTrainer(TaskTrainer):
-    """A trainer as parts use it."""
+class PaddingFreeTrainer(Trainer):
+    """A trainer as tasks and parts use it: TRL's class with `PaddingFreeMixin`, or a test's stand-in."""
+
+    accelerator: Any  # many attributes are optional: only the parallelism that needs them sets them
 
     @property
     def padding(self) -> Padding: ...
