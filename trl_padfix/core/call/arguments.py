@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
@@ -22,9 +22,12 @@ from .calls import CALL, LocalTokens, ModelCall
 from .prepared_masks import PreparedMasks, plain_mask
 
 
+if TYPE_CHECKING:
+    from ..handle import PaddingRemoval
+
+
 __all__ = [
-    "DecoderInputs", "DecoderTraits", "feature_index", "pack_arguments", "padded_output", "unpack_output",
-    "visual_mask",
+    "DecoderInputs", "feature_index", "pack_arguments", "padded_output", "unpack_output", "visual_mask",
 ]  # fmt: skip
 
 _ROW_ARGUMENTS = ("attention_mask", "position_ids", *CACHES)
@@ -32,14 +35,6 @@ _ROW_ARGUMENTS = ("attention_mask", "position_ids", *CACHES)
 
 _COVERED_BY_IDS = {"input_ids", "attention_mask", "position_ids", "labels", "seq_idx", "completion_mask"}
 """Per-token arguments that are equal, or do not matter to the decoder, wherever ids and positions are equal."""
-
-
-class DecoderTraits(Protocol):
-    """Members of a [`PaddingRemoval`] that are needed to read a call."""
-
-    decoder: Any
-    anatomy: Any
-    takes_positions: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +85,7 @@ class DecoderInputs:
 
     @classmethod
     def read(
-        cls, call: dict[str, Any], handle: DecoderTraits, outer: ModelCall | None = None, is_causal: bool = True
+        cls, call: dict[str, Any], handle: PaddingRemoval, outer: ModelCall | None = None, is_causal: bool = True
     ) -> DecoderInputs:
         """
         Read a decoder call.

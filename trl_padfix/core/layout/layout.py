@@ -20,13 +20,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
-
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
+from typing_extensions import Self
 
 
 __all__ = [
@@ -149,13 +146,6 @@ class Layout:
     def indexed_positions(self) -> torch.Tensor:
         """`positions` of the tokens that `key_index` indexes: by default the packed ones."""
         return self.positions if self.key_source_positions is None else self.key_source_positions
-
-    @property
-    def key_tokens(self) -> torch.Tensor:
-        """`key_index`, also if the keys of each segment are its queries."""
-        if self.key_index is not None:
-            return self.key_index
-        return torch.arange(self.packed_tokens, device=self.positions.device)
 
     @property
     def key_positions(self) -> torch.Tensor:
@@ -325,8 +315,9 @@ class Layout:
         ```
         """
         mask = self.positions.new_zeros(self.packed_tokens, len(self.indexed_positions), dtype=torch.bool)
+        keys = torch.arange(self.packed_tokens) if self.key_index is None else self.key_index
         end = 0
-        for queries, path in zip(self.queries.lengths, self.key_tokens.split(self.keys.lengths), strict=True):
+        for queries, path in zip(self.queries.lengths, keys.split(self.keys.lengths), strict=True):
             end += queries
             for n in range(queries):
                 # Aligned to the bottom right: the last query sees the whole path, the query before it one key less.
@@ -393,9 +384,8 @@ def unpack(x: torch.Tensor, layout: Layout) -> torch.Tensor:
         raise ValueError(
             f"Cannot unpack values of shape {tuple(x.shape)} with a layout of {layout.packed_tokens} packed tokens."
         )
-    real = x[0] if layout.source is None else x[0].index_select(0, layout.source)
-    if len(real) > layout.real_tokens:
-        real = real[: layout.real_tokens]  # without the filler
+    # Without the filler, which no row has.
+    real = x[0, : layout.real_tokens] if layout.source is None else x[0].index_select(0, layout.source)
     if layout.real_tokens == layout.padded_tokens:
         return real.unflatten(0, layout.batch_shape)
     # In place: no graph needs the zeros, and a second padded batch would be the peak of memory.

@@ -15,14 +15,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import distributed
-
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 
 __all__ = ["Group", "even_split", "exchange"]
@@ -59,7 +55,7 @@ class Group:
     size: int
 
     @classmethod
-    def of(cls, group: distributed.ProcessGroup | None = None) -> Self:
+    def of(cls, group: distributed.ProcessGroup | None = None) -> Group:
         """The processes of `group`; all processes if it is `None`."""
         group = distributed.group.WORLD if group is None else group
         return cls(group, distributed.get_rank(group), distributed.get_world_size(group))

@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers.utils import logging
 
 from ..anatomy import gathered_head
 from ..call.arguments import DecoderInputs
@@ -70,9 +69,6 @@ def follow_padding(labels: torch.Tensor, mask: torch.Tensor) -> bool:
 def at_padding(labels: torch.Tensor, mask: torch.Tensor) -> bool:
     """Whether a masked token has its own label, both `(B, L)`: in a token classifier, or in `shift_labels`."""
     return bool(((labels != -100) & (mask == 0)).any())
-
-
-logger = logging.get_logger(__name__)
 
 
 class LMHeadPatch(BatchPatch):
@@ -229,8 +225,6 @@ class PoolingPatch(BatchPatch):
 
     attachment: PaddingRemoval
 
-    _has_warned = False
-
     def packed(self, *args: Any, **kwargs: Any) -> Any:
         if self.attachment.pool_last_token:
             with within(model=ModelCall(self.attachment.decoder, pools_last=True)):
@@ -263,12 +257,12 @@ class PoolingPatch(BatchPatch):
                 )
             )
             return True
-        if not_last.any() and not self._has_warned:
-            self._has_warned = True
-            logger.warning(
+        if not_last.any():
+            self.attachment.say_once(
                 f"In {int(not_last.sum())} of {len(mask)} rows of this batch {type(self.module).__name__} scores "
                 f"a token other than the last one: they end in `pad_token_id={pad}`, which it takes for padding. The "
-                f"served model does the same. {remedy} (Shown once.)"
+                f"served model does the same. {remedy} (Shown once.)",
+                "pooled token",
             )
         return False
 
