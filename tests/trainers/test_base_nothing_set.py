@@ -33,7 +33,7 @@ LISTED = {
     "PaddingFreeMixin.__init__", "SFTTrainer.__init__", "arguments_by_name",
     "PaddingFreeMixin._init_owners", "Padding.__init__",
     "Task.__init__", "entered", "PaddingSide.__init__", "PaddingSide.acts", "PaddingSide._padding_side",
-    "PaddingSide._collators", "tokenizer_of", "Part.__init__", "Part.check", "Part.around_init",
+    "Task.knows", "tokenizer_of", "Part.__init__", "Part.check", "Part.around_init",
     # What an earlier trainer has attached to the model is detached.
     "PaddingFreeMixin._attach", "PaddingFreeMixin._attach_to_models", "PaddingFreeMixin._follow_models", "take_over",
     "patches_on", "_places_on", "models_of", "named_models_of", "PaddingFreeMixin._loading",

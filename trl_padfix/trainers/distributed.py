@@ -86,10 +86,10 @@ def is_zero(stage: int, accelerator: Accelerator) -> bool:
     return plugin is not None and plugin.zero_stage == stage
 
 
-def _size_at_load(model: torch.nn.Module, name: str) -> int:
-    """A size of the `DistributedConfig` with which transformers has loaded a model; 1 without one."""
+def _is_loaded_sharded(model: torch.nn.Module) -> bool:
+    """Whether transformers has loaded a model sharded, by the `dp_size` of its `DistributedConfig`."""
     sizes = getattr(config_of(model), "distributed_config", None)
-    return getattr(sizes, name, None) or 1
+    return (getattr(sizes, "dp_size", None) or 1) > 1
 
 
 def has_static_graph(trainer: PaddingFreeTrainer) -> bool:
@@ -99,8 +99,7 @@ def has_static_graph(trainer: PaddingFreeTrainer) -> bool:
 
 def is_fsdp2(trainer: PaddingFreeTrainer) -> bool:
     """Whether FSDP2 shards all models: accelerate has wrapped them, or transformers has loaded them sharded."""
-    is_loaded_so = all(_size_at_load(model, "dp_size") > 1 for model in models_of(trainer))
-    return is_loaded_so or getattr(trainer.accelerator, "is_fsdp2", False)
+    return all(map(_is_loaded_sharded, models_of(trainer))) or getattr(trainer.accelerator, "is_fsdp2", False)
 
 
 def is_sharded(trainer: PaddingFreeTrainer) -> bool:
@@ -108,7 +107,7 @@ def is_sharded(trainer: PaddingFreeTrainer) -> bool:
     Whether processes with different rows meet in every forward, not only at the end of the step: FSDP, ZeRO-3, and
     models that transformers has loaded sharded, including expert parallelism.
     """
-    is_loaded_so = any(_size_at_load(model, "dp_size") > 1 for model in models_of(trainer))
+    is_loaded_so = any(map(_is_loaded_sharded, models_of(trainer)))
     return is_loaded_so or trainer.is_fsdp_enabled or is_zero(3, trainer.accelerator)
 
 
@@ -168,14 +167,11 @@ def sync_gradients_in_last(trainer: PaddingFreeTrainer, model: torch.nn.Module, 
     with contextlib.ExitStack() as stack:
         stack.callback(state._set_sync_gradients, state.sync_gradients)
         state._set_sync_gradients(state.sync_gradients and is_last)
-        stack.enter_context(_no_sync(trainer, model) if postpones else contextlib.nullcontext())
+        if postpones:
+            # accelerate does not wrap a model that transformers has loaded sharded.
+            is_wrapped = not _is_loaded_sharded(trainer.model)
+            stack.enter_context(accelerator.no_sync(model) if is_wrapped else trainer._defer_fsdp_gradient_reduction())
         yield
-
-
-def _no_sync(trainer: PaddingFreeTrainer, model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
-    """`no_sync` of the wrapper of the model; accelerate does not wrap a model that transformers has sharded."""
-    is_sharded = _size_at_load(trainer.model, "dp_size") > 1
-    return trainer._defer_fsdp_gradient_reduction() if is_sharded else trainer.accelerator.no_sync(model)
 
 
 def step_on_prepared(

@@ -326,7 +326,8 @@ def attend_varlen(
                     f"flash-attn's Triton backend ignores windows and softcaps, and {type(module).__name__} needs "
                     f"`{name}={kwargs[name]}`. Load the model with `attn_implementation={alternative!r}`."
                 )
-        query, key, value = map(_tokens_first, (query, key, value))
+        # Partial rotary embeddings return states with heads first in memory. For these it computes wrong gradients.
+        query, key, value = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (query, key, value))
     return attend(
         module,
         query,
@@ -340,14 +341,6 @@ def attend_varlen(
         **flash_arguments(layout),
         **kwargs,
     )[0]
-
-
-def _tokens_first(states: torch.Tensor) -> torch.Tensor:
-    """States `(1, N, T, D)` with tokens first in memory."""
-    # Partial rotary embeddings return states with heads first. For such strides flash-attn's Triton backend (2.8.3)
-    # computes wrong gradients.
-    by_token = states.transpose(1, 2)
-    return states if by_token.is_contiguous() else by_token.contiguous().transpose(1, 2)
 
 
 def _is_triton_backend() -> bool:

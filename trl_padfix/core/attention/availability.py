@@ -22,10 +22,7 @@ from ..model.older import supports
 from .attention import implementation_obstacle
 
 
-__all__ = ["ATTENTIONS", "Implementation", "Machine", "attention_obstacle", "fastest_attention", "model_class"]
-
-Implementation = str | dict[str, Any]
-"""A name, or a name for each sub-config of a vision model (`text_config`, `vision_config`, ...)."""
+__all__ = ["ATTENTIONS", "Machine", "attention_obstacle", "fastest_attention", "model_class"]
 
 
 class FlashPackage(NamedTuple):

@@ -108,7 +108,10 @@ class DecoderInputs:
         tree = {} if CALL in call else tree_arguments_in(dropped | call)
         prepared = None
         if tree:
-            call = _of_tree(call, around, dropped)
+            if call.get("position_ids") is None and dropped.get("position_ids") is not None:
+                call = call | {"position_ids": dropped["position_ids"]}  # Mamba's model passes only ids
+            # The module around makes masks of a tree row, which it treats as a packed batch.
+            call = call | {"attention_mask": None} if around else call
         elif around:
             call, prepared = plain_mask(call, around, handle.decoder, is_causal)
         elif all(call.get(k) is None for k in _ROW_ARGUMENTS):
@@ -153,14 +156,6 @@ class DecoderInputs:
         return {k: v for k, v in tensors if k not in _COVERED_BY_IDS}
 
 
-def _of_tree(call: dict[str, Any], around: dict[str, Any], dropped: dict[str, Any]) -> dict[str, Any]:
-    """A decoder call with a tree row, with the arguments that the modules around the decoder have `dropped`."""
-    if call.get("position_ids") is None and dropped.get("position_ids") is not None:
-        call = call | {"position_ids": dropped["position_ids"]}  # Mamba's model passes only ids
-    # The module around makes masks of a tree row, which it treats as a packed batch.
-    return call | {"attention_mask": None} if around else call
-
-
 def _compared_ids(call: dict[str, Any], around: dict[str, Any], is_tuned: bool) -> torch.Tensor | None:
     """Ids of tokens that the decoder gets as embeddings; `is_tuned`: PEFT may have put virtual tokens before them."""
     ids, embeds = call.get("input_ids"), call.get("inputs_embeds")
@@ -180,10 +175,7 @@ _OF_LAYOUT = {"attention_mask", "position_ids", "cache_position", "seq_idx", *_B
 
 
 def pack_arguments(
-    inputs: DecoderInputs,
-    layout: Layout,
-    decoder: PreTrainedModel,
-    numbering: Numbering,
+    inputs: DecoderInputs, layout: Layout, decoder: PreTrainedModel, numbering: Numbering
 ) -> dict[str, Any]:
     """
     Pack the arguments of a decoder call: all that the decoder gets, for the packed tokens.

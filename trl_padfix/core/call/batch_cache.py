@@ -23,8 +23,8 @@ from ..layout.layout import Layout
 
 
 __all__ = [
-    "BatchCache", "BatchVersion", "PlannedLayout", "TensorVersion", "batch_cache", "cache_of_call", "cached_layout",
-    "on_host", "planned_layout",
+    "BatchVersion", "PlannedLayout", "TensorVersion", "batch_cache", "cache_of_call", "cached_layout", "on_host",
+    "planned_layout",
 ]  # fmt: skip
 
 
@@ -100,23 +100,17 @@ def batch_cache() -> AbstractContextManager[None]:
 
 def cache_of_call() -> AbstractContextManager[None]:
     """[`batch_cache`] for the modules of one call of a model, unless the call is in such a block."""
-    return nullcontext() if _running_cache() is not None else batch_cache()
-
-
-def _running_cache() -> BatchCache | None:
-    cache = context().batch_cache
-    return cache if isinstance(cache, BatchCache) else None
+    return nullcontext() if context().batch_cache is not None else batch_cache()
 
 
 def planned_layout() -> PlannedLayout | None:
     """The layout that the running step has planned for its next forward, if there is one."""
-    planned = context().planned
-    return planned if isinstance(planned, PlannedLayout) else None
+    return context().planned
 
 
 def on_host(*tensors: torch.Tensor | None) -> list[Any]:
     """The values of tensors on the host. The host waits once for all of them that were not read before."""
-    cache = _running_cache() or BatchCache()
+    cache = context().batch_cache or BatchCache()
     found: dict[int, Any] = {id(x): x for x in tensors if x is not None and x.device.type == "cpu"}
     found |= {id(x): copy for version, copy in cache.copies for x in tensors if x is not None and version.matches(x)}
     missing = {id(x): x for x in tensors if x is not None and id(x) not in found}.values()
@@ -137,7 +131,7 @@ def cached_layout(
 
     It is built once for the same tensors with the same settings `key`.
     """
-    cache = _running_cache()
+    cache = context().batch_cache
     for other_key, versions, layout in cache.layouts if cache is not None else ():
         if other_key == key and all(v.matches(x) for v, x in zip(versions, tensors, strict=True)):
             return layout

@@ -43,8 +43,7 @@ from .prepared_masks import PreparedMasks
 
 __all__ = [
     "CALL", "LayerCall", "LayerPatch", "LocalTokens", "ModelCall", "PackedCall", "RowsCall", "ScoredLabels",
-    "call_of", "checkpointed_from_outside", "is_checkpointed", "layer_call", "model_call", "packed_call", "rows_call",
-    "running",
+    "call_of", "is_checkpointed", "layer_call", "model_call", "packed_call", "rows_call", "running",
 ]  # fmt: skip
 
 
@@ -224,13 +223,13 @@ def model_call(decoder: nn.Module) -> ModelCall:
     """The running call of the model around `decoder`; if there is none, a call without arguments."""
     # The running call may belong to another attached model.
     call = context().model
-    return call if isinstance(call, ModelCall) and call.decoder is decoder else ModelCall(decoder)
+    return call if call is not None and call.decoder is decoder else ModelCall(decoder)
 
 
 def packed_call(decoder: nn.Module | None = None) -> PackedCall | None:
     """The running packed forward, if there is one; with `decoder` only a forward of that decoder."""
     call = context().packed
-    return call if isinstance(call, PackedCall) and decoder in (None, call.decoder) else None
+    return call if call is not None and decoder in (None, call.decoder) else None
 
 
 def running(call: PackedCall, **fields: Any) -> AbstractContextManager[None]:
@@ -269,7 +268,7 @@ def checkpointed_from_outside(module: nn.Module) -> UnpackableCallError:
 def rows_call(decoder: nn.Module | None = None) -> RowsCall | None:
     """The running dry run, if there is one; with `decoder` only a dry run of that decoder."""
     call = context().rows
-    return call if isinstance(call, RowsCall) and decoder in (None, call.decoder) else None
+    return call if call is not None and decoder in (None, call.decoder) else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -284,7 +283,7 @@ class LayerCall:
 def layer_call(call: PackedCall | None = None) -> LayerCall | None:
     """The running call of a layer, if there is one; with `call` only one inside of that packed forward."""
     layer = context().layer
-    return layer if isinstance(layer, LayerCall) and (call is None or layer.call is call) else None
+    return layer if layer is not None and (call is None or layer.call is call) else None
 
 
 class LayerPatch(ForwardPatch):

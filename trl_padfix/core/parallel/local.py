@@ -184,9 +184,8 @@ CONTEXT_PARALLEL = {
 
 def with_context_parallel(name: str, run: Callable, cp_layout: ContextParallelLayout) -> Callable:
     """`run`, which replaces the function `name` of a mixer, for local tokens."""
-    if name not in CONTEXT_PARALLEL:
+    if (divided := CONTEXT_PARALLEL.get(name)) is None:
         return run
-    divided = CONTEXT_PARALLEL[name]
 
     def run_divided(*args: Any, **kwargs: Any) -> Any:
         call = bind(run, args, kwargs)

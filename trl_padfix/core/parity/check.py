@@ -101,8 +101,7 @@ def check_parity(
         stack.enter_context(torch.no_grad())
         stack.enter_context(saved_modules(model.modules()))
         model.eval()
-        handle = attachment_of(model)
-        if handle is None:
+        if (handle := attachment_of(model)) is None:
             handle = stack.enter_context(remove_padding(model, prefix_sharing=bool(prefix_sharing)))
         # The comparison must not count among the user's forwards. A reason why short rows cannot be packed holds in
         # every step. Hooks are not such a reason: the comparison tests them.

@@ -21,13 +21,12 @@ from ..anatomy import differentiates_in_parts, find_peft, pipeline_in
 from ..context import temporarily_set
 from ..handle import PaddingRemoval
 from ..layout.build import packed_layout, padding_free_layout
-from ..model.inspection import TRUSTED_MODELS, is_of, parameters_of, takes, takes_any_argument
+from ..model.inspection import TRUSTED_MODELS, is_of, takes, takes_any_argument
 from ..patches.plan import batch_obstacle
 
 
 __all__ = [
-    "SNIPPET_TOKENS", "Sample", "called_module", "longest_pair", "padded_batch", "pooling_last_column", "prepare",
-    "prepare_longest", "select_columns", "short_snippets",
+    "SNIPPET_TOKENS", "Sample", "called_module", "pooling_last_column", "prepare", "prepare_longest", "select_columns",
 ]  # fmt: skip
 
 MAX_COLUMNS = 64
@@ -135,7 +134,7 @@ def padded_batch(batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _cache_off(model: nn.Module) -> dict[str, Any]:
     """`use_cache=False` if the forward of a model takes it."""
-    return {"use_cache": False} if takes_any_argument(model) or "use_cache" in parameters_of(model.forward) else {}
+    return {"use_cache": False} if takes_any_argument(model) or takes(model, "use_cache") else {}
 
 
 @contextlib.contextmanager

@@ -182,8 +182,6 @@ class HeadPatch(ForwardPatch):
     The logits are unpacked to `(B, L, V)`, zero at padding.
     """
 
-    attachment: PaddingRemoval
-
     def packed(self, *args: Any, **kwargs: Any) -> Any:
         call = model_call(self.attachment.decoder)
         # After two calls of the decoder it is unknown which states these are.

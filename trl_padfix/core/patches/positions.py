@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from ..call.calls import call_of, rows_call
-from ..handle import PaddingRemoval
 from ..model.older import has_cache
 from ..model.patching import ForwardPatch
 
@@ -22,8 +21,6 @@ __all__ = ["NumberingPatch", "PositionPatch", "RopePatch"]
 
 class PositionPatch(ForwardPatch):
     """Gives a positional embedding the positions of the packed tokens in their rows, not those in the packed row."""
-
-    attachment: PaddingRemoval
 
     def packed(self, *args: Any, **kwargs: Any) -> Any:
         if (call := call_of(self, {})) is None:
@@ -43,7 +40,6 @@ class RopePatch(ForwardPatch):
     drops the appended token from the output.
     """
 
-    attachment: PaddingRemoval
     serves_recomputation = True
 
     def call(self, *args: Any, **kwargs: Any) -> Any:

@@ -39,8 +39,6 @@ def towers(multimodal: PreTrainedModel, decoder: nn.Module) -> list[nn.Module]:
 class MultimodalPatch(BatchPatch):
     """Stores the arguments of a call for the decoder within it; switches the cache off unless the call has one."""
 
-    attachment: PaddingRemoval
-
     def packed(self, *args: Any, **kwargs: Any) -> Any:
         call = self.bind(args, kwargs)
         takes_use_cache = takes(self.module, "use_cache") or takes_any_argument(self.module)

@@ -31,8 +31,8 @@ from ..data.columns import lists
 
 
 __all__ = [
-    "RowCosts", "RowSplitter", "batch_costs", "dataset_costs", "halve_largest", "pack_rows", "partition_equal_rows",
-    "prefix_costs", "sort_by_prefix", "text_costs", "truncated_tokens",
+    "RowCosts", "RowSplitter", "dataset_costs", "pack_rows", "partition_equal_rows", "prefix_costs", "sort_by_prefix",
+    "text_costs", "truncated_tokens",
 ]  # fmt: skip
 
 

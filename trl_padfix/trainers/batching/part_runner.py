@@ -214,7 +214,9 @@ class PartRunner:
         """The output for all rows of a batch; `None` after the first part if its loss is unknown."""
         calls, plan, outputs = batch.calls(call), batch.parts.plan, []
         schedule = PrefixSchedule(plan, detaches=False) if plan and can_read_prefixes(model, calls[0]) else None
-        routed = {"output_router_logits": True} if _wants_router_logits(model, call) else {}
+        if (wants_routers := call.get("output_router_logits")) is None:
+            wants_routers = getattr(model.config.get_text_config(), "output_router_logits", False)
+        routed = {"output_router_logits": True} if wants_routers else {}
         run = partial(_run_part, model, forward, bool(routed), context().disabled)
         for part in calls:
             layout = schedule and schedule.next_part(find_decoder(model), part | routed)
@@ -247,8 +249,3 @@ def _run_part(
 
 def _name_of_tokens(call: dict[str, Any]) -> str:
     return "input_ids" if call.get("input_ids") is not None else "inputs_embeds"
-
-
-def _wants_router_logits(model: torch.nn.Module, call: dict[str, Any]) -> bool:
-    wanted = call.get("output_router_logits")
-    return bool(getattr(model.config.get_text_config(), "output_router_logits", False) if wanted is None else wanted)

@@ -16,7 +16,7 @@ from .batch_rows import PREFIXES
 __all__ = [
     "DataCollatorForLanguageModeling", "DataCollatorForPreference", "DataCollatorForReward",
     "DataCollatorForVisionLanguageModeling", "DataCollatorForVisionPreference",
-    "pad_left", "pad_right", "to_padding_side_with_kl",
+    "UnpairedMixin", "pad_left", "pad_right",
 ]  # fmt: skip
 _FOR_EACH_TOKEN = ("input_ids", "attention_mask", "completion_mask", "token_type_ids", "mm_token_type_ids")
 """Tensors of a batch with a value for each token, `(B, L)`."""
@@ -72,6 +72,19 @@ class CompletionMixin(SidedCollator):
 
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         return self.to_padding_side(self.without_empty_rows(super().torch_call(examples)))  # type: ignore[misc]
+
+
+class UnpairedMixin(SidedCollator):
+    """The padding side of completions, and of the mismatched completions of KTO's KL term; a mixin."""
+
+    def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+        batch = dict(super().torch_call(examples))  # type: ignore[misc]
+        for prefix in PREFIXES:
+            # Rolling takes every tensor of the mask's shape. Both batches may have one shape, so each is rolled alone.
+            if names := [prefix + name for name in _FOR_EACH_TOKEN if prefix + name in batch]:
+                moved = self.without_empty_rows({name.removeprefix(prefix): batch[name] for name in names})
+                batch |= {prefix + name: value for name, value in self.to_padding_side(moved).items()}
+        return batch
 
 
 @dataclass
@@ -275,18 +288,6 @@ class DataCollatorForVisionLanguageModeling(SidedCollator, trl_sft.DataCollatorF
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         batch = dict(super().torch_call(examples))
         return pad_left(batch) if self.padding_side == "left" else batch
-
-
-def to_padding_side_with_kl(collator: SidedCollator, batch: dict[str, Any]) -> dict[str, Any]:
-    """Pad a batch of unpaired preferences, and the mismatched completions of its KL term, on the collator's side."""
-    for prefix in PREFIXES:
-        # Rolling takes every tensor of the mask's shape. Both batches may have one shape, so each is rolled alone.
-        names = [prefix + name for name in _FOR_EACH_TOKEN if prefix + name in batch]
-        if names:
-            moved = collator.without_empty_rows({name.removeprefix(prefix): batch[name] for name in names})
-            moved = collator.to_padding_side(moved)
-            batch |= {prefix + name: value for name, value in moved.items()}
-    return batch
 
 
 def pad_left(batch: dict[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from accelerate.utils import reduce
 
 from ...core.context import context, temporarily_set, within
 from ..base import PaddingFreeMixin
-from ..data.collators import SidedCollator, to_padding_side_with_kl
+from ..data.collators import UnpairedMixin
 from ..task import Task
 
 
@@ -22,7 +22,7 @@ __all__ = ["DataCollatorForUnpairedPreference", "KTOTrainer"]
 
 
 @dataclass
-class DataCollatorForUnpairedPreference(SidedCollator, trl_kto.DataCollatorForUnpairedPreference):
+class DataCollatorForUnpairedPreference(UnpairedMixin, trl_kto.DataCollatorForUnpairedPreference):
     """
     TRL's collator for unpaired preferences, padding on the side you choose.
 
@@ -59,16 +59,10 @@ class DataCollatorForUnpairedPreference(SidedCollator, trl_kto.DataCollatorForUn
     ```
     """
 
-    def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
-        return to_padding_side_with_kl(self, super().torch_call(examples))
-
 
 @dataclass
-class DataCollatorForVisionUnpairedPreference(SidedCollator, trl_kto.DataCollatorForVisionUnpairedPreference):
+class DataCollatorForVisionUnpairedPreference(UnpairedMixin, trl_kto.DataCollatorForVisionUnpairedPreference):
     """TRL's collator for unpaired preferences with images, padding on `padding_side`, also for the KL term."""
-
-    def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
-        return to_padding_side_with_kl(self, dict(super().torch_call(examples)))
 
 
 class KTOTask(Task):

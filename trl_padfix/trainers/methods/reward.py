@@ -45,8 +45,7 @@ class RewardTask(PairTask):
         pad_token_id = find_pretrained(self.trainer.model).config.get_text_config().pad_token_id
         for name, dataset in datasets_of(self.trainer).items():
             for column in ("chosen_ids", "rejected_ids") if isinstance(dataset, Dataset) else ():
-                rows = [i for i, ids in enumerate(lists(dataset, column)) if (ids == pad_token_id).all()]
-                if rows:
+                if rows := [i for i, ids in enumerate(lists(dataset, column)) if (ids == pad_token_id).all()]:
                     raise ValueError(
                         f"`{column}` of pair {rows[0]} (counted from 0) of the {name} dataset has only pad tokens: "
                         "padded on the left, the model would score its padding. Drop the pair, give the tokenizer a "

@@ -18,9 +18,9 @@ from torch import nn
 from transformers import AutoConfig, PretrainedConfig, TrainingArguments
 
 from ...core.anatomy import find_pretrained, restore_attention, set_attention
-from ...core.attention.availability import Implementation, Machine, fastest_attention
+from ...core.attention.availability import Machine, fastest_attention
 from ...core.context import temporarily_set
-from ..field_types import parse_implementation
+from ..field_types import Implementation, parse_implementation
 from ..settings import Settings
 from .part import PaddingFreeTrainer, Part
 

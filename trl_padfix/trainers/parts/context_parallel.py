@@ -26,7 +26,7 @@ from ...core.errors import PaddingRemovalError
 from ...core.parallel.collectives import Group
 from ...core.split_rows import split_rows
 from ..distributed import splitting_parallelism
-from .part import Evaluation, PaddingFreeTrainer, Part, Step
+from .part import PaddingFreeTrainer, Part
 
 
 __all__ = ["ContextParallel"]
@@ -76,21 +76,14 @@ class ContextParallel(Part):
     def acts_in_steps(self) -> bool:
         return self.group is not None
 
-    def around_step(self, step: Step) -> contextlib.AbstractContextManager[None]:
-        return self._gather_without_duplicates()
-
-    def around_ref_logps(self) -> contextlib.AbstractContextManager[None]:
-        return self._gather_without_duplicates()
-
-    def around_evaluation_loop(self, evaluation: Evaluation) -> contextlib.AbstractContextManager[None]:
-        return self._gather_without_duplicates()
-
-    def _gather_without_duplicates(self) -> contextlib.AbstractContextManager[None]:
+    def _gather_without_duplicates(self, *args: Any, **kwargs: Any) -> contextlib.AbstractContextManager[None]:
         """A block in which `accelerator.gather` takes one process of each group: the others have the same rows."""
         accelerator = self.trainer.accelerator
         # That for metrics only if a user has set it: the class's method calls `gather`.
         names = {"gather", *({"gather_for_metrics"} & vars(accelerator).keys())} if self.group else ()
         return temporarily_set(accelerator, **{n: self._of_groups(getattr(accelerator, n)) for n in names})
+
+    around_step = around_ref_logps = around_evaluation_loop = _gather_without_duplicates
 
     def _of_groups(self, gather_all: Callable) -> Callable:
         """`gather_all`, reduced to the rows of one process of each group where it returns all processes."""

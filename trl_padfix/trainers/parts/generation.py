@@ -60,8 +60,7 @@ class Generation(Part):
     def on_init_end(self) -> None:
         """Check prompts and settings before the first step instead of at the first evaluation."""
         trainer, evaluated = self.trainer, self.trainer.eval_dataset
-        size = splitting_parallelism(trainer.accelerator, "tp_size", "cp_size", "sp_size")
-        if size is not None:
+        if size := splitting_parallelism(trainer.accelerator, "tp_size", "cp_size", "sp_size"):
             raise NotImplementedError(
                 f"`predict_with_generate=True` gives every process different prompts, but `{size}` lets several "
                 "processes work on one batch. Set `predict_with_generate=False`, and generate after training."
@@ -110,11 +109,12 @@ class Generation(Part):
         # dropped again by the dictionary of indices.
         indices = [min(i, count - 1) for i in range(first, first + share)]
         generated, tokenizer = [], tokenizer_of(self.trainer.processing_class)
-        settings = self._generation_settings() | kwargs
+        model = self.trainer.accelerator.unwrap_model(self.trainer.model)
+        settings = self._generation_settings(model) | kwargs
         with self._generating():
             for numbers, prompts, batch in self._batches(dataset, indices):
                 columns = batch["input_ids"].shape[1]
-                rows = generate(self._generator, self.trainer._prepare_inputs(batch), **settings)
+                rows = generate(model, self.trainer._prepare_inputs(batch), **settings)
                 for i, prompt in enumerate(prompts):
                     ids = batch["input_ids"][i][batch["attention_mask"][i].bool()]
                     reference = tokenizer(prompt.reference, add_special_tokens=False)["input_ids"]
@@ -137,37 +137,27 @@ class Generation(Part):
         template = getattr(self.trainer, "chat_template", None)
         for numbers in (indices[start : start + size] for start in range(0, len(indices), size)):
             prompts = [_prompt_of(dataset[i], processing, template) for i in numbers]
-            batch = self._encode(prompts)
+            images = [prompt.images for prompt in prompts]
+            batch = processing(
+                text=[prompt.text for prompt in prompts],
+                padding=True,
+                return_tensors="pt",
+                # As TRL: a chat template has added special tokens already, and with images TRL adds none.
+                add_special_tokens=not (prompts[0].is_chat or self.trainer._is_vision_dataset),
+                **({"images": images} if any(images) else {}),
+            )
             if empty := [i for i, mask in zip(numbers, batch["attention_mask"], strict=True) if not mask.any()]:
                 raise ValueError(
                     f"The prompt of row {empty[0]} (counted from 0) of an evaluation dataset has no token, and "
                     "`predict_with_generate=True` has nothing to continue there. Drop such rows."
                 )
-            yield numbers, prompts, batch
+            names = batch.keys() if isinstance(processing, ProcessorMixin) else ("input_ids", "attention_mask")
+            yield numbers, prompts, {name: batch[name] for name in names}
 
-    def _encode(self, prompts: list[Prompt]) -> dict[str, Any]:
-        """Token ids, mask and images of prompts."""
-        processing: Any = self.trainer.processing_class
-        images = [prompt.images for prompt in prompts]
-        batch = processing(
-            text=[prompt.text for prompt in prompts],
-            padding=True,
-            return_tensors="pt",
-            # As TRL: a chat template has added special tokens already, and with images TRL adds none.
-            add_special_tokens=not (prompts[0].is_chat or self.trainer._is_vision_dataset),
-            **({"images": images} if any(images) else {}),
-        )
-        names = batch.keys() if isinstance(processing, ProcessorMixin) else ("input_ids", "attention_mask")
-        return {name: batch[name] for name in names}
-
-    @property
-    def _generator(self) -> Any:
-        return self.trainer.accelerator.unwrap_model(self.trainer.model)
-
-    def _generation_settings(self) -> dict[str, Any]:
+    def _generation_settings(self, model: Any) -> dict[str, Any]:
         """Keyword arguments of `generate`; the end tokens of model and tokenizer both end a text."""
         tokenizer = tokenizer_of(self.trainer.processing_class)
-        ends = self._generator.generation_config.eos_token_id
+        ends = model.generation_config.eos_token_id
         ends = {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id} - {None}
         return {
             "max_new_tokens": self.settings.generation_max_new_tokens,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-import torch
 from transformers import TrainingArguments
 
 from ...core.context import temporarily_set
@@ -42,23 +41,18 @@ class RemovePadding(Part):
         self.restore()
         if self.settings.padding_free:
             check_launch(self.trainer)
-            for model in models_of(self.trainer):
-                self._remove_padding(model)
+            for i, model in enumerate(models_of(self.trainer)):
+                handle = remove_padding(
+                    model,
+                    prefix_sharing=self._prefix_sharing,
+                    pool_last_token=self.settings.pool_last_token,
+                    strict=self.settings.strict,
+                    packed_multiple_of=self.settings.packed_multiple_of,
+                )
+                handle.name = f"trainer.padding.handles[{i}]"
+                self.trainer.padding.handles.append(handle)
         if self._compiles:
             self._compile()
-
-    def _remove_padding(self, model: torch.nn.Module) -> None:
-        settings = self.settings
-        handle = remove_padding(
-            model,
-            prefix_sharing=self._prefix_sharing,
-            pool_last_token=settings.pool_last_token,
-            strict=settings.strict,
-            packed_multiple_of=settings.packed_multiple_of,
-        )
-        handles = self.trainer.padding.handles
-        handle.name = f"trainer.padding.handles[{len(handles)}]"
-        handles.append(handle)
 
     def on_init_end(self) -> None:
         self._compiles = self.trainer.args.torch_compile

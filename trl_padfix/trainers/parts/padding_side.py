@@ -29,14 +29,11 @@ class PaddingSide(Part):
 
     def acts(self) -> bool:
         collator = self.trainer.data_collator
-        if type(collator) not in self._collators or self.settings.changed:
-            return type(collator) in self._collators
+        is_known = self.trainer.padding.task.knows(collator)
+        if not is_known or self.settings.changed:
+            return is_known
         side = collator.padding_side if isinstance(collator, SidedCollator) else self._padding_side()
         return side == "left"
-
-    @property
-    def _collators(self) -> set[type]:
-        return {c for pair in self.trainer.padding.task.collators.items() for c in pair}
 
     def attach(self) -> None:
         """

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate.logging import get_logger
@@ -28,12 +28,8 @@ from ...core.remove import attachment_of
 from ..checks.user_code import custom_loss_name
 from ..distributed import is_sharded, models_of, named_models_of, on_any_process, raise_on_all
 from ..messages import say
-from .part import Part, Step
+from .part import PaddingFreeTrainer, Part, Step
 from .step_parity import REFILLED, check_step, has_padding, precision_in
-
-
-if TYPE_CHECKING:
-    from .part import PaddingFreeTrainer
 
 
 __all__ = ["Parity", "ParitySchedule", "compare", "first_call", "print_reports"]

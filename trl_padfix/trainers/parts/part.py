@@ -190,9 +190,7 @@ class PaddingFreeTrainer(Trainer):
     """A trainer as tasks and parts use it: TRL's class with `PaddingFreeMixin`, or a test's stand-in."""
 
     accelerator: Any  # many attributes are optional: only the parallelism that needs them sets them
-
-    @property
-    def padding(self) -> Padding: ...
+    padding: Padding
 
 
 class Part:

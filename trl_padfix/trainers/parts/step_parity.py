@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from accelerate.logging import get_logger
@@ -43,11 +43,8 @@ from ..distributed import (
 )
 from ..messages import counted
 from ..task import Task
+from .part import PaddingFreeTrainer, Step
 from .saved_state import saved_state, without_noise
-
-
-if TYPE_CHECKING:
-    from .part import PaddingFreeTrainer, Step
 
 
 __all__ = ["StepReport", "check_step", "has_padding", "other_padding", "precision_in", "without_packing"]
