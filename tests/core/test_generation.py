@@ -9,12 +9,7 @@ from hypothesis import strategies as st
 from kit.cells import by_turns
 from kit.observe import each_row_alone
 from torch import nn
-from transformers import (
-    BartConfig,
-    BartForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from transformers import BartConfig, BartForCausalLM, T5Config, T5ForConditionalGeneration
 from zoo.models import EOS, PAD, ROWS, SUPPORTED, batch, build
 
 from trl_padfix import PaddingRemovalError, generate, left_align, remove_padding
@@ -82,10 +77,7 @@ def test_masks_that_cannot_be_aligned_are_refused():
 # Generating
 
 
-@pytest.mark.parametrize(
-    ("name", "implementation", "side"),
-    by_turns(SUPPORTED[::4], SIDES),
-)
+@pytest.mark.parametrize(("name", "implementation", "side"), by_turns(SUPPORTED[::4], SIDES))
 def test_a_batch_is_continued_as_each_prompt_alone(name, implementation, side):
     model = build(name, implementation)
     ids, mask = batch(side)

@@ -16,14 +16,7 @@ from zoo.family_outcomes import alone, batched, gradients_of, stable_topk, weigh
 from zoo.model_numbers import merge_segments, numbers, padded_numbers
 from zoo.models import COLUMNS, ROWS, batch, build, drawn_batches
 
-from trl_padfix import (
-    Layout,
-    pack,
-    padding_free_layout,
-    prefix_sharing_layout,
-    remove_padding,
-    unpack,
-)
+from trl_padfix import Layout, pack, padding_free_layout, prefix_sharing_layout, remove_padding, unpack
 from trl_padfix.core.layout.build import sort_by_keys
 
 
@@ -271,8 +264,7 @@ OTHERS = ["zamba2", "glm_moe_dsa"]
 
 
 @pytest.mark.parametrize(
-    ("family", "sharing"),
-    [*by_turns(FAMILIES, [True, False]), *(pytest.param(f, True, marks=MATRIX) for f in OTHERS)],
+    ("family", "sharing"), [*by_turns(FAMILIES, [True, False]), *(pytest.param(f, True, marks=MATRIX) for f in OTHERS)]
 )
 def test_filler_touches_no_state_of_a_row(family, sharing):
     with stable_topk():

@@ -136,10 +136,6 @@ def packed(ids: torch.Tensor, mask: torch.Tensor) -> dict[str, Any]:
     return call | {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "seq_idx": number[None].int()} | sizes
 
 
-def without_bounds(call: dict[str, Any]) -> dict[str, Any]:
-    return {name: call[name] for name in ("input_ids", "position_ids")}
-
-
 def numbers(model, call: dict[str, Any], ids, mask) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Log-probabilities of the real tokens of the padded batch, and gradients."""
     model.zero_grad()
@@ -148,11 +144,6 @@ def numbers(model, call: dict[str, Any], ids, mask) -> tuple[torch.Tensor, dict[
     logps = real_logps(logits, ids, mask)
     weighted_sum(logps).backward()
     return logps.detach(), gradients(model)
-
-
-def two_sequences(positions: torch.Tensor, **_: Any):
-    """A layout of the same row in which sequences see those before them."""
-    return packed_layout(positions, cu_seqlens=torch.tensor([0, 5, positions.shape[1]]))
 
 
 # -- the layout
@@ -217,9 +208,11 @@ def test_a_packed_row_gives_the_numbers_of_its_sequences(name, implementation, b
         model = build(name, implementation, **{"output_router_logits": False} if name == "qwen3_moe" else {})
         expected = padded_numbers(name, model, ids, mask)
         call = packed(ids, mask)
+        given = call if bounds else {name: call[name] for name in ("input_ids", "position_ids")}
         with remove_padding(model, prefix_sharing=sharing) as handle:
-            got = numbers(model, call if bounds else without_bounds(call), ids, mask)
-        monkeypatch.setattr("trl_padfix.core.call.layout_of.packed_layout", two_sequences)
+            got = numbers(model, given, ids, mask)
+        wrong = lambda x, **_: packed_layout(x, cu_seqlens=torch.tensor([0, 5, x.shape[1]]))  # noqa: E731
+        monkeypatch.setattr("trl_padfix.core.call.layout_of.packed_layout", wrong)
         with remove_padding(model), pytest.raises(AssertionError, match="off by"):
             assert_same_numbers(numbers(model, call, ids, mask), expected)
     assert_same_numbers(got, expected)

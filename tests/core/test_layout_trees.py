@@ -7,15 +7,7 @@ from typing import Any
 import pytest
 import torch
 from kit.cells import by_turns, slow_but
-from kit.rollouts import (
-    build_samples,
-    distinct_tokens,
-    loss_of_rows,
-    sampled_by,
-    tree_call,
-    tree_loss,
-    tree_row,
-)
+from kit.rollouts import build_samples, distinct_tokens, loss_of_rows, sampled_by, tree_call, tree_loss, tree_row
 from kit.tolerance import tolerance
 from trl.trainer.utils import add_fused_lm_head
 from zoo.families import build as build_family
@@ -59,8 +51,7 @@ def policy(family: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("family", "checkpointing"),
-    slow_but([("qwen2", True)], [("qwen2", True), *by_turns(FAMILIES, [False, True])]),
+    ("family", "checkpointing"), slow_but([("qwen2", True)], [("qwen2", True), *by_turns(FAMILIES, [False, True])])
 )
 def test_a_tree_has_the_loss_and_gradients_of_rows_alone(family, checkpointing):
     model = policy(family)

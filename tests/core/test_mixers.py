@@ -39,10 +39,7 @@ from zoo.family_outcomes import (
     weighted,
 )
 
-from trl_padfix import (
-    prefix_sharing_layout,
-    remove_padding,
-)
+from trl_padfix import prefix_sharing_layout, remove_padding
 from trl_padfix.core.call import calls
 from trl_padfix.core.mixers import row_buckets
 from trl_padfix.core.mixers.node_tree import NodeTree
@@ -215,17 +212,14 @@ def test_a_decoder_that_unpacks_an_unknown_number_of_outputs_is_computed_padded(
     assert (handle.stats.padded_forwards, handle.stats.forwards) == ((0, 1) if outputs else (1, 0))
 
 
-@pytest.mark.parametrize(("family", "sharing"), [("lfm2", False), ("zamba2", True)])
-def test_a_leak_would_be_seen(family, sharing):
-    model = build(family)
-    with leaking_layouts(), torch.no_grad(), remove_padding(model, prefix_sharing=sharing):
-        assert largest(batched(model, "right"), reference(family)[0]) >= LEAK
+FAULTS = [("lfm2", False, leaking_layouts), ("zamba2", True, leaking_layouts)]
+FAULTS += [(family, True, trees_without_parents) for family in ("qwen3_5_text", "mamba2")]
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", "mamba2"])
-def test_a_state_that_does_not_fork_would_be_seen(family):
+@pytest.mark.parametrize(("family", "sharing", "fault"), FAULTS)
+def test_a_leak_and_a_state_that_does_not_fork_would_be_seen(family, sharing, fault):
     model = build(family)
-    with trees_without_parents(), torch.no_grad(), remove_padding(model, prefix_sharing=True):
+    with fault(), torch.no_grad(), remove_padding(model, prefix_sharing=sharing):
         assert largest(batched(model, "right"), reference(family)[0]) >= LEAK
 
 

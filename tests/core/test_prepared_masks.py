@@ -121,11 +121,7 @@ DESCRIBED = [
     (create_sliding_window_causal_mask, {"sliding_window": 3}, PackedMask(window=3)),
     (create_sliding_window_causal_mask, {"sliding_window": 0}, PackedMask(window=0, custom=True)),
     (create_chunked_causal_mask, {"attention_chunk_size": 3}, PackedMask(chunk=3)),
-    (
-        create_chunked_causal_mask,
-        {"attention_chunk_size": 3, "sliding_window": 3},
-        PackedMask(chunk=3, custom=True),
-    ),
+    (create_chunked_causal_mask, {"attention_chunk_size": 3, "sliding_window": 3}, PackedMask(chunk=3, custom=True)),
     (create_bidirectional_mask, {}, PackedMask(causal=False)),
 ]
 

@@ -58,10 +58,6 @@ def columns(kind):
     return [{"prompt": row["prompt"]} for row in pairs()]
 
 
-def reward_length(completions, **_):
-    return [float(len(completion)) for completion in completions]
-
-
 def given(kind, folder):
     """What the trainer of a kind needs beside its configuration."""
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
@@ -75,7 +71,8 @@ def given(kind, folder):
     if kind in ("DPO", "KTO"):
         settings |= {"ref_model": None}
     if kind in ("GRPO", "RLOO"):
-        settings |= {"reward_funcs": reward_length, "max_completion_length": 8, "num_generations": 2}
+        settings |= {"reward_funcs": lambda completions, **_: [float(len(text)) for text in completions]}
+        settings |= {"max_completion_length": 8, "num_generations": 2}
     if kind == "Distillation":
         settings |= {"teacher_model": MODEL, "max_completion_length": 8}
     return settings | {"output_dir": str(folder)}

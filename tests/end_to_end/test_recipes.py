@@ -115,8 +115,7 @@ def two_steps(material: Path, method: str, output: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[] if name in QUICK else SLOW) for name in TRAINED if "_vl" not in name],
+    "name", [pytest.param(name, marks=[] if name in QUICK else SLOW) for name in TRAINED if "_vl" not in name]
 )
 def test_a_recipe_trains_a_tiny_model_for_two_steps(name, material, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)

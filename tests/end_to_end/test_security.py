@@ -52,11 +52,7 @@ def trap(tmp_path) -> Path:
     return tmp_path / "executed"
 
 
-COMMANDS = [
-    "doctor --model models/good",
-    "stats good.jsonl --tokenizer models/good",
-    "dpo --help",
-]
+COMMANDS = ["doctor --model models/good", "stats good.jsonl --tokenizer models/good", "dpo --help"]
 
 NAMES = ["trl_padfix", "trl_padfix.cli.app", "trl_padfix.tools.stats"]
 TRAINING = "--model_name_or_path models/good --dataset_name good_folder --save_strategy steps --max_steps 1 "

@@ -41,10 +41,7 @@ from trl_padfix.tools.tiny import train_tokenizer
 INSTRUCTION = "w30 w31 w32 w33 w34 "
 """What all queries begin with."""
 
-LOSSES = {
-    "in-batch negatives": embedding.MultipleNegativesRankingLoss,
-    "pairs": reranking.BinaryCrossEntropyLoss,
-}
+LOSSES = {"in-batch negatives": embedding.MultipleNegativesRankingLoss, "pairs": reranking.BinaryCrossEntropyLoss}
 
 
 def _transformer(folder: Path, padding_side: str, task: str = "feature-extraction", kind: str = "causal") -> Any:

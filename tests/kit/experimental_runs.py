@@ -38,10 +38,6 @@ def build_texts(*parts: str) -> Callable[[int, int], Dataset]:
     return build
 
 
-def build_online(count: int, seed: int) -> Dataset:
-    return build_prompts(count, seed, begin=BEGIN)
-
-
 def build_chats(count: int, seed: int) -> Dataset:
     draw = random.Random(seed)
     chats = [(BEGIN + words(draw, 2, 18), words(draw, 2, 12)) for _ in range(count)]
@@ -61,7 +57,7 @@ class Experiment:
     """Settings of a trainer, its data, what else it is given, and whether TRL can evaluate it."""
 
     settings: dict[str, Any]
-    data: Callable[[int, int], Dataset] = build_online
+    data: Callable[[int, int], Dataset] = lambda *given: build_prompts(*given, begin=BEGIN)
     given: Callable[[str], dict[str, Any]] = lambda policy: {}
     tokenizer: dict[str, Any] = field(default_factory=lambda: {"padding_side": "left"})
     evaluates: bool = True

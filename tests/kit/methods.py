@@ -29,15 +29,7 @@ from kit.online_runs import (
 )
 from kit.rows import METRICS as SFT_METRICS
 from kit.rows import TEMPLATE, build_examples, build_pairs, build_prompts, build_rows
-from kit.trainer_runs import (
-    SETTINGS,
-    Run,
-    build_model,
-    build_tokenizer,
-    lora,
-    run,
-    watch_inputs,
-)
+from kit.trainer_runs import SETTINGS, Run, build_model, build_tokenizer, lora, run, watch_inputs
 from peft import TaskType
 from transformers import PrinterCallback
 
@@ -205,10 +197,7 @@ REWARD = {
     "accumulation": ({"gradient_accumulation_steps": 2}, dict),
     "checkpointing": ({"gradient_checkpointing": True}, dict),
     "lora": ({}, lambda: {"peft_config": lora(task_type=TaskType.SEQ_CLS, modules_to_save=["score"])}),
-    "margins": (
-        {},
-        lambda: {"train_dataset": build_pairs(40).add_column("margin", [i % 3 / 2 for i in range(40)])},
-    ),
+    "margins": ({}, lambda: {"train_dataset": build_pairs(40).add_column("margin", [i % 3 / 2 for i in range(40)])}),
 }
 KTO = {
     "plain": ({"max_steps": 10}, dict),  # in the ninth, mismatched completions count

@@ -53,11 +53,7 @@ def assert_close(
 
 
 def assert_gradients_close(
-    got: Mapping[str, torch.Tensor],
-    exact: Mapping[str, torch.Tensor],
-    *,
-    terms: int,
-    depth: int = 1,
+    got: Mapping[str, torch.Tensor], exact: Mapping[str, torch.Tensor], *, terms: int, depth: int = 1
 ) -> None:
     """
     [`assert_close`] for the gradients of all parameters, in the norm of each.

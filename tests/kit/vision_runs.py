@@ -154,7 +154,9 @@ def build_pairs(count: int, images: tuple[int, ...] = (1,), seed: int = 0) -> Da
                 "rejected": [{"role": "assistant", "content": _text(draw, 1, 9)}],
             }
         )
-    return _dataset(rows)
+    text = Dataset.from_list([{k: v for k, v in row.items() if k != "images"} for row in rows])
+    columns = {name: text[name] for name in text.column_names} | {"images": [row["images"] for row in rows]}
+    return Dataset.from_dict(columns, features=Features({**text.features, "images": List(Image())}))
 
 
 def build_captions(count: int, images: tuple[int, ...] = (1,), seed: int = 0) -> Dataset:
@@ -168,12 +170,6 @@ def _text(draw: random.Random, low: int, high: int) -> str:
 
 def _pictures(draw: random.Random, count: int) -> list[Pillow.Image]:
     return [build_image(draw, 16 + 8 * draw.randint(0, 1), 16 + 8 * draw.randint(0, 1)) for _ in range(count)]
-
-
-def _dataset(rows: list[dict[str, Any]]) -> Dataset:
-    text = Dataset.from_list([{k: v for k, v in row.items() if k != "images"} for row in rows])
-    columns = {name: text[name] for name in text.column_names} | {"images": [row["images"] for row in rows]}
-    return Dataset.from_dict(columns, features=Features({**text.features, "images": List(Image())}))
 
 
 def make_vision_trainer(library: Any, kind: str, family: str, folder: Any, **given: Any) -> Any:

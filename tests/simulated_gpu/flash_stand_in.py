@@ -125,10 +125,7 @@ def _fake_package() -> dict[str, ModuleType]:
     """The modules `flash_attn` and `flash_attn.bert_padding`, by name."""
     padding = _module("flash_attn.bert_padding", index_first_axis, pad_input, unpad_input)
     package = _module(
-        "flash_attn",
-        reference.flash_attn_func,
-        reference.flash_attn_varlen_func,
-        reference.flash_attn_with_kvcache,
+        "flash_attn", reference.flash_attn_func, reference.flash_attn_varlen_func, reference.flash_attn_with_kvcache
     )
     package.__version__ = "2.8.3"
     package.__path__ = []

@@ -55,13 +55,10 @@ def build(folder):
 
 
 def test_it_is_built_once_and_taken_again(tmp_path):
-    def forbidden(folder):
-        raise AssertionError("it was there already")
-
     built = built_once(tmp_path / "model", {"layers": 1, "sizes": (1, 2)}, build)
     assert built == str(tmp_path / "model")
     assert (tmp_path / "model" / "model.safetensors").exists()
-    assert built_once(tmp_path / "model", {"layers": 1, "sizes": (1, 2)}, forbidden) == built
+    assert built_once(tmp_path / "model", {"layers": 1, "sizes": (1, 2)}, pytest.fail) == built
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 

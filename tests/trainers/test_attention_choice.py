@@ -17,10 +17,7 @@ from kit.online_runs import save_policy
 from kit.trainer_runs import MODES, assert_same, build_model, lora, run
 from peft import get_peft_model
 from simulated_gpu.flash_stand_in import flash_attention_stand_in
-from transformers import (
-    AutoModelForCausalLM,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen2 import modeling_qwen2
 from zoo.vision_families import build_vision

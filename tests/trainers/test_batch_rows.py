@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 import trl
 from kit.methods import make_trainer
@@ -27,12 +26,6 @@ def collate(examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.clone()}
 
 
-def drop_them_silently(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Labels after padding are dropped without a word, as they were."""
-    for module in ("trl_padfix.core.patches.heads", "trl_padfix.trainers.data.batch_rows"):
-        monkeypatch.setattr(f"{module}.follow_padding", lambda labels, mask: False)
-
-
 def test_figures_of_labels_behind_padding_are_trls(tmp_path, monkeypatch):
     given = {"data_collator": collate, "per_device_train_batch_size": 4, "max_steps": 3, "max_length": None}
     given |= {"eval_dataset": build_rows(8, 1), "eval_strategy": "steps"}
@@ -40,7 +33,9 @@ def test_figures_of_labels_behind_padding_are_trls(tmp_path, monkeypatch):
     ours = make_trainer(trl_padfix, "SFT", tmp_path, padding_free=True, **given)
     assert_same(trained(ours), theirs)
     assert (ours.padding.stats.padded_forwards > 0, ours.padding.stats.forwards) == (True, 0)
-    drop_them_silently(monkeypatch)  # the control; the check of the step would see them
+    # The control: labels after padding are dropped without a word; the check of the step would see them.
+    for module in ("trl_padfix.core.patches.heads", "trl_padfix.trainers.data.batch_rows"):
+        monkeypatch.setattr(f"{module}.follow_padding", lambda labels, mask: False)
     wrong = trained(make_trainer(trl_padfix, "SFT", tmp_path, padding_free=True, parity_check=False, **given))
     assert_other(wrong, theirs)
 

@@ -145,9 +145,7 @@ BAD = {
         "`neftune_noise_alpha=5` adds noise",
     ),
     "a budget of packed rows": Bad(
-        "SFT",
-        lambda: FREE | {"packing": True, "max_tokens_per_batch": 60},
-        "joins the rows of a batch, which",
+        "SFT", lambda: FREE | {"packing": True, "max_tokens_per_batch": 60}, "joins the rows of a batch, which"
     ),
     "a side of packed rows": Bad(
         "SFT", lambda: {"packing": True, "padding_side": "left"}, "`packing=True` leaves nothing to pad on the left"
@@ -157,9 +155,7 @@ BAD = {
     ),
     "two sides": Bad("DPO", lambda: {"padding_side": "left", "data_collator": RIGHT}, "your own .*chooses the side"),
     "groups of a stream": Bad(
-        "DPO",
-        lambda: GROUPED | stream(PAIR),
-        "is a `IterableDataset`, which cannot list its rows.*leave it out",
+        "DPO", lambda: GROUPED | stream(PAIR), "is a `IterableDataset`, which cannot list its rows.*leave it out"
     ),
     "no teacher": Bad(
         "Distillation",
@@ -183,10 +179,7 @@ def test_a_trainer_says_what_is_wrong_and_what_to_do(kind, tmp_path):
 
 @pytest.mark.parametrize(
     ("field", "value", "message"),
-    [
-        ("prefix_sharing", True, "`prefix_sharing"),
-        ("padding_free", "false", "a flag is True or False"),
-    ],
+    [("prefix_sharing", True, "`prefix_sharing"), ("padding_free", "false", "a flag is True or False")],
 )
 def test_a_field_that_was_set_on_a_finished_configuration_is_checked_too(field, value, message, tmp_path):
     for library in (trl, trl_padfix):

@@ -10,11 +10,7 @@ from kit.methods import make_trainer
 from kit.trainer_runs import assert_same, trained
 
 import trl_padfix
-from trl_padfix import (
-    DataCollatorForLanguageModeling,
-    DataCollatorForPreference,
-    DataCollatorForUnpairedPreference,
-)
+from trl_padfix import DataCollatorForLanguageModeling, DataCollatorForPreference, DataCollatorForUnpairedPreference
 from trl_padfix.trainers.data.collators import SidedCollator
 
 

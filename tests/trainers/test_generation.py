@@ -124,10 +124,7 @@ def build_speaker(name, processor):
     return model
 
 
-@pytest.mark.parametrize(
-    ("name", "data", "side"),
-    [("llava", "dpo", "left"), ("qwen2_5_vl", "sft", "right")],
-)
+@pytest.mark.parametrize(("name", "data", "side"), [("llava", "dpo", "left"), ("qwen2_5_vl", "sft", "right")])
 def test_prompts_with_images_are_continued_as_alone(name, data, side, tmp_path):
     processor = vision_runs.build_processor(name, with_videos=False)
     processor.tokenizer.padding_side = side

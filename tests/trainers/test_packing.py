@@ -22,13 +22,7 @@ from kit.trainer_runs import (
 from transformers import Trainer, TrainerCallback
 
 import trl_padfix
-from trl_padfix import (
-    PaddingRemovalCallback,
-    PaddingRemovalError,
-    check_parity,
-    padding_free_trainer,
-    remove_padding,
-)
+from trl_padfix import PaddingRemovalCallback, PaddingRemovalError, check_parity, padding_free_trainer, remove_padding
 from trl_padfix.core.remove import attachment_of
 from trl_padfix.trainers.base import PaddingFreeMixin
 

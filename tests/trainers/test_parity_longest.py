@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from kit.methods import make_trainer
 from kit.processes import trained
 from kit.trainer_runs import build_pairs, leaking_layout
@@ -25,15 +24,12 @@ def make(kind: str, folder: Any, **given: Any) -> Any:
     return make_trainer(trl_padfix, kind, folder, **CONFIG | given)
 
 
-def leaks_in_long_rows(mask: torch.Tensor) -> Any:
-    return leaking_layout(mask) if mask.shape[1] > 20 else right_layout(mask)
-
-
 right_layout = trl_padfix.core.call.layout_of.padding_free_layout
 
 
 def test_an_error_of_long_rows_only_stops_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(sample, "SNIPPET_TOKENS", 12)
+    leaks_in_long_rows = lambda mask: (leaking_layout if mask.shape[1] > 20 else right_layout)(mask)  # noqa: E731
     monkeypatch.setattr(trl_padfix.core.call.layout_of, "padding_free_layout", leaks_in_long_rows)
     trainer = make("DPO", tmp_path)
     with pytest.raises(ParityError, match=r"wrong for its longest row, and shorter rows pass"):

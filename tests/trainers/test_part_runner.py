@@ -25,7 +25,6 @@ from packaging.version import Version
 import trl_padfix
 from trl_padfix import remove_padding
 from trl_padfix.core.context import within
-from trl_padfix.core.layout import shared_prefixes as planning
 from trl_padfix.core.layout.build import prefix_sharing_layout
 from trl_padfix.core.remove import attach_runner_patch
 from trl_padfix.trainers.batching import merged_output
@@ -35,10 +34,7 @@ from trl_padfix.trainers.batching.part_runner import PartRunner
 from trl_padfix.trainers.batching.token_budget import TokenBudget
 
 
-@pytest.fixture(autouse=True)
-def every_shared_prefix_pays(monkeypatch):
-    """So that trainers compute prefixes of a few tokens once for all sub-batches."""
-    monkeypatch.setattr(planning, "MIN_SAVED_TOKENS", 1)
+pytestmark = pytest.mark.usefixtures("every_shared_prefix_pays")
 
 
 def batch():

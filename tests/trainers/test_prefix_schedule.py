@@ -32,6 +32,8 @@ from trl_padfix.trainers.batching.prefix_schedule import PrefixSchedule, sharing
 from trl_padfix.trainers.data.batch_rows import BatchParts
 
 
+pytestmark = pytest.mark.usefixtures("every_shared_prefix_pays")
+
 PARTS = {
     "depth first": [[4], [0], [5, 1], [2], [3, 6]],
     "nested": [[0, 2], [1, 3], [4, 5], [6]],
@@ -42,11 +44,6 @@ LOGITS = 8.0
 """Their size, of which a score is a difference."""
 STATES = [(name, None) for name in ("qwen3_next", "qwen3_5_text", "kimi_linear", "granitemoehybrid", "bamba", "lfm2")]
 """Models with recurrences and short convolutions, whose states are handed on."""
-
-
-@pytest.fixture(autouse=True)
-def every_shared_prefix_pays(monkeypatch):
-    monkeypatch.setattr(planning, "MIN_SAVED_TOKENS", 1)
 
 
 def built(name, implementation):

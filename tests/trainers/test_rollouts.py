@@ -118,6 +118,7 @@ INCOMPARABLE = [
     ([*ROWS, ROWS[0] | {"task": None}], r"Row 10 \(counted from 0\) of the rollouts dataset has no 'task': {"),
     (ROWS[9:], "nothing to compare: of 1 tasks most have 1 trial"),
     (ROWS[3:6], "the trials of 1 all have one reward"),
+    ([*ROWS[:2], ROWS[2] | {"reward": float("nan")}], r"The `reward` of row 2 \(counted from 0\) is not a number"),
 ]
 
 
@@ -130,13 +131,9 @@ def test_what_cannot_be_compared_is_an_error():
 def test_streams_and_groups_that_are_split_are_errors():
     with pytest.raises(TypeError, match="IterableDataset"):
         record(IterableDataset.from_generator(lambda: iter(ROWS)))
-    with pytest.raises(ValueError, match=r"Row 9 \(counted from 0\) of the rollouts dataset has no 'reward'"):
-        record(Dataset.from_list([*ROWS[1:], ROWS[0] | {"reward": None}]))
     with pytest.raises(ValueError, match="finds nothing to compare: of 0 tasks"):
         record(rollouts().select([]))
     recorded = record(rollouts())
-    with pytest.raises(ValueError, match=r"The `reward` of row 2 \(counted from 0\) is not a number"):
-        record(Dataset.from_list([*ROWS[:2], ROWS[2] | {"reward": float("nan")}]))
     with pytest.raises(ValueError, match=r"pass `recorded.prompts` as `train_dataset`"):
         recorded([[{"role": "user", "content": "Hi"}]], None)
     with pytest.raises(ValueError, match="These completions were not recorded"):

@@ -119,10 +119,7 @@ EVALUATED = {
 }
 
 
-@pytest.mark.parametrize(
-    ("kind", "mode"),
-    [("SFT", "padded, left"), ("DPO", "prefix sharing, right")],
-)
+@pytest.mark.parametrize(("kind", "mode"), [("SFT", "padded, left"), ("DPO", "prefix sharing, right")])
 def test_any_evaluation_batch_size_gives_the_same_metrics(kind, mode, makers):
     make, rows = makers(kind), {"SFT": build_rows, "DPO": build_pairs}[kind](21, 3)
 

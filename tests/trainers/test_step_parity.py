@@ -42,17 +42,23 @@ def make(library, kind, folder, **given):
     return make_trainer(library, kind, folder, **given)
 
 
+def of_model(inputs):
+    return {name: inputs[name] for name in ("input_ids", "attention_mask")}
+
+
+def norms(trainer):
+    return [log["grad_norm"] for log in trained(trainer)]
+
+
 def reading_padding(trainer_class, model):
     """A trainer whose loss compares all positions with those of a frozen model, padding included."""
 
     class Regularized(trainer_class):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
             loss = super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
-            given = {name: inputs[name] for name in ("input_ids", "attention_mask")}
-            goal = frozen(**given).logits.detach().softmax(-1)
-            return loss + 0.05 * nn.functional.kl_div(
-                model(**given).logits.log_softmax(-1), goal, reduction="batchmean"
-            )
+            goal = frozen(**of_model(inputs)).logits.detach().softmax(-1)
+            found = model(**of_model(inputs)).logits.log_softmax(-1)
+            return loss + 0.05 * nn.functional.kl_div(found, goal, reduction="batchmean")
 
     frozen = copy.deepcopy(model).requires_grad_(False)
     nn.init.normal_(frozen.lm_head.weight, generator=torch.Generator().manual_seed(0))
@@ -122,8 +128,7 @@ def test_what_half_precision_hides_shows_with_other_tokens_at_padding(tmp_path):
     class ReadsLittle(trl_padfix.SFTTrainer):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
             loss = super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
-            given = {name: inputs[name] for name in ("input_ids", "attention_mask")}
-            return loss + 2e-3 * model(**given).logits[..., 0].float().mean()
+            return loss + 2e-3 * model(**of_model(inputs)).logits[..., 0].float().mean()
 
     trainer = make(trl_padfix, "SFT", tmp_path, trainer_class=ReadsLittle, padding_free=True, **DEFAULTS)
     trainer.train()
@@ -138,8 +143,7 @@ def test_a_loss_that_changes_for_another_reason_than_padding_is_not_said_to_read
 
     class Counted(trl_padfix.SFTTrainer):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-            given = {name: inputs[name] for name in ("input_ids", "attention_mask", "labels")}
-            return model(**given).loss + self.model.rows / 10
+            return model(**of_model(inputs), labels=inputs["labels"]).loss + self.model.rows / 10
 
     def why_padded(**fields):
         model = build_model()
@@ -162,9 +166,6 @@ def test_a_loss_is_compared_on_the_first_batch_with_padding(tmp_path, monkeypatc
         given = {"train_dataset": rows, "train_sampling_strategy": "sequential", "max_steps": 4} | fields
         return make(library, "SFT", tmp_path, trainer_class=reads, model=model, **given)
 
-    def norms(trainer):
-        return [log["grad_norm"] for log in trained(trainer)]
-
     theirs, trainer = norms(build(trl)), build(trl_padfix, padding_free=True)
     assert norms(trainer) == pytest.approx(theirs, rel=1e-4)
     assert "at padding" in trainer.padding.why_padded
@@ -176,16 +177,15 @@ def test_a_loss_is_compared_on_the_first_batch_with_padding(tmp_path, monkeypatc
 
 
 def test_a_loss_may_take_tuples_from_the_model(tmp_path):
-    def norms(library, **fields):
+    def build(library, **fields):
         class Tuples(library.SFTTrainer):
             def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-                given = {name: inputs[name] for name in ("input_ids", "attention_mask")}
-                logits = model(**given, return_dict=False)[0][:, :-1]
+                logits = model(**of_model(inputs), return_dict=False)[0][:, :-1]
                 return nn.functional.cross_entropy(logits.transpose(1, 2), inputs["labels"][:, 1:])
 
-        return [log["grad_norm"] for log in trained(make(library, "SFT", tmp_path, trainer_class=Tuples, **fields))]
+        return make(library, "SFT", tmp_path, trainer_class=Tuples, **fields)
 
-    assert norms(trl_padfix, strict=True, **MODES["budget"]) == pytest.approx(norms(trl), rel=1e-4)
+    assert norms(build(trl_padfix, strict=True, **MODES["budget"])) == pytest.approx(norms(build(trl)), rel=1e-4)
 
 
 def test_a_loss_that_was_not_compared_is_named(tmp_path, caplog):
@@ -215,7 +215,7 @@ def test_a_loss_that_raises_on_few_rows_of_one_process_is_not_compared_and_no_pr
 def test_a_loss_that_needs_an_even_number_of_rows_is_compared(precision, tmp_path):
     class OfPairs(trl_padfix.SFTTrainer):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-            logits = model(**{name: inputs[name] for name in ("input_ids", "attention_mask")}).logits
+            logits = model(**of_model(inputs)).logits
             scores = (logits.logsumexp(-1) * inputs["attention_mask"]).sum(1)
             return scores.view(-1, 2).diff().square().mean()
 
@@ -256,7 +256,7 @@ def test_a_model_may_have_an_empty_parameter_and_a_loss_of_trls_that_raises_is_n
 def test_a_loss_is_compared_until_a_batch_has_a_gradient(tmp_path, monkeypatch):
     """Where all rewards are equal, a loss that reads padding multiplies it by zero."""
 
-    def norms(library, **fields):
+    def build(library, **fields):
         class Unmasked(library.GRPOTrainer):
             def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
                 ids, mask = (torch.cat([inputs[f"prompt_{x}"], inputs[f"completion_{x}"]], 1) for x in ("ids", "mask"))
@@ -265,13 +265,13 @@ def test_a_loss_is_compared_until_a_batch_has_a_gradient(tmp_path, monkeypatch):
 
         steps, given = iter([0, 0, 1, 1]), {"trainer_class": Unmasked, "max_steps": 4, **fields}
         given["reward_funcs"] = lambda completions, **_: (torch.arange(len(completions)) * next(steps)).tolist()
-        return [log["grad_norm"] for log in trained(make(library, "GRPO", tmp_path, **given))]
+        return make(library, "GRPO", tmp_path, **given)
 
-    theirs = norms(trl)
+    theirs = norms(build(trl))
     assert theirs[1] == 0 < theirs[2]
-    assert norms(trl_padfix, padding_free=True) == pytest.approx(theirs, rel=1e-4)
+    assert norms(build(trl_padfix, padding_free=True)) == pytest.approx(theirs, rel=1e-4)
     monkeypatch.setattr(step_parity._Values, "is_zero", False)  # the control
-    assert norms(trl_padfix, padding_free=True) != pytest.approx(theirs, rel=1e-3)
+    assert norms(build(trl_padfix, padding_free=True)) != pytest.approx(theirs, rel=1e-3)
 
 
 @pytest.mark.parametrize("side", ["prompt", "completion"])
@@ -382,8 +382,7 @@ def test_the_noise_of_neftune_is_off_in_the_comparison(alpha, tmp_path):
 def test_under_strict_a_call_that_cannot_be_packed_says_so_itself(tmp_path):
     class WithWeights(trl_padfix.SFTTrainer):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-            given = {name: inputs[name] for name in ("input_ids", "attention_mask")}
-            extra = model(**given, output_attentions=True).logits.mean()
+            extra = model(**of_model(inputs), output_attentions=True).logits.mean()
             return extra + super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
 
     model = build_model(attn_implementation="eager")

@@ -317,9 +317,7 @@ def by_column(states):
 
 
 @pytest.fixture
-def train_hooked(tmp_path, monkeypatch):
-    monkeypatch.setattr("trl_padfix.core.layout.shared_prefixes.MIN_SAVED_TOKENS", 1)
-
+def train_hooked(tmp_path, every_shared_prefix_pays):
     def train(name, change, ours, **given):
         given = {"max_steps": 3} | given
         data = build_branching(name)

@@ -30,11 +30,7 @@ from kit.vision_runs import (
 from simulated_gpu.torchvision_stand_in import torchvision_loads
 
 import trl_padfix
-from trl_padfix import (
-    DataCollatorForVisionLanguageModeling,
-    DataCollatorForVisionPreference,
-    ParityError,
-)
+from trl_padfix import DataCollatorForVisionLanguageModeling, DataCollatorForVisionPreference, ParityError
 
 
 needs_torchvision = pytest.mark.skipif(not torchvision_loads(), reason="its video processor needs torchvision")

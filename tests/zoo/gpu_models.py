@@ -60,9 +60,5 @@ def second_row_sees_the_first(layout: Any) -> Any:
     begins = [begin - (row == 1) for row, begin in enumerate(bounds[:-1])]
     index = torch.cat([torch.arange(begin, end) for begin, end in zip(begins, bounds[1:], strict=True)])
     lengths = [end - begin for begin, end in zip(begins, bounds[1:], strict=True)]
-    wrong = dataclasses.replace(
-        layout,
-        key_index=index,
-        keys=SegmentLengths.of(lengths),
-    )
+    wrong = dataclasses.replace(layout, key_index=index, keys=SegmentLengths.of(lengths))
     return wrong.to(device)

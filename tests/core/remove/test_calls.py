@@ -13,13 +13,7 @@ from kit.observe import CACHE
 from kit.tolerance import assert_close
 from peft import PromptTuningConfig, get_peft_model
 from zoo.families import build as build_family
-from zoo.model_numbers import (
-    DISTINCT,
-    REAL,
-    assert_equal_where_real,
-    logits_of,
-    lora,
-)
+from zoo.model_numbers import DISTINCT, REAL, assert_equal_where_real, logits_of, lora
 from zoo.models import COLUMNS, batch, build, padded_positions
 
 from trl_padfix import remove_padding

@@ -11,12 +11,7 @@ import transformers
 from kit.cells import by_turns
 from kit.tolerance import assert_close
 from trl.trainer.utils import _ChunkedLogProbFunction, add_fused_lm_head
-from zoo.model_numbers import (
-    DISTINCT,
-    assert_same_gradients,
-    gradients,
-    weighted_sum,
-)
+from zoo.model_numbers import DISTINCT, assert_same_gradients, gradients, weighted_sum
 from zoo.models import batch, build
 
 from trl_padfix import remove_padding
