@@ -10,8 +10,8 @@ from uuid import uuid4
 
 __all__ = ["DATA_FILES", "refuse_missing", "write_whole_folder"]
 
-DATA_FILES = {".csv": "csv", ".gz": "json", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
-"""Builders of `datasets`, by the endings of data files."""
+DATA_FILES = {f".{name}": name for name in ("arrow", "csv", "json", "parquet")} | {".gz": "json", ".jsonl": "json"}
+"""Builders of `datasets`, by the endings of data files. `save_to_disk` writes .arrow files."""
 
 
 def refuse_missing(name: str, place: str, in_cache: bool = False) -> None:

@@ -135,7 +135,8 @@ def test_rows_come_from_files_and_folders(tmp_path):
     rows.to_csv(tmp_path / "pairs.csv")
     (tmp_path / "folder").mkdir()
     rows.to_json(tmp_path / "folder" / "train.jsonl")
-    for name in ("pairs.jsonl", "pairs.json.gz", "pairs.parquet", "pairs.csv", "folder"):
+    rows.save_to_disk(tmp_path / "disk", num_shards=2)
+    for name in ("pairs.jsonl", "pairs.json.gz", "pairs.parquet", "pairs.csv", "folder", "disk"):
         loaded = load_rows(str(tmp_path / name))
         assert loaded.to_list() == rows.to_list()
         assert list(texts_of(loaded))[:2] == [rows[0]["chosen"], rows[0]["rejected"]]

@@ -24,13 +24,15 @@ TokenRow: TypeAlias = dict[str, Any]
 
 def load_rows(data: str) -> Dataset:
     """
-    Load the training split of a local `.jsonl`, `.json`, `.json.gz`, `.csv` or `.parquet`, a folder, or a Hub id.
+    Load the training split of a local `.jsonl`, `.json`, `.json.gz`, `.csv`, `.parquet` or `.arrow`, a folder (also of
+    `save_to_disk`), or a Hub id.
 
     Raises:
         ValueError: If there is no row.
     """
-    builder = DATA_FILES.get(Path(data).suffix) if Path(data).is_file() else None
-    rows = load_dataset(builder or data, data_files=data if builder else None, split="train")
+    file = f"{data}/*.arrow" if (Path(data) / "state.json").is_file() else data  # of `save_to_disk`
+    builder = None if Path(file).is_dir() else DATA_FILES.get(Path(file).suffix)
+    rows = load_dataset(builder or data, data_files=file if builder else None, split="train")
     if not len(rows):
         raise ValueError(f"{data} has no row in its split 'train'.")
     is_sharegpt = is_conversational_from_value(rows[0])  # TRL's SFT trainer converts it
