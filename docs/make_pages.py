@@ -93,7 +93,7 @@ over batches (`entropy`, `kl`, `clip_ratio`) differ from TRL's.
 | `--dry_run` | [checks the first batch](numbers.md#in-your-run) without training |
 | `--dataset_name`, `datasets` | [your data](../recipes/README.md) |
 | `--padding_free false` | switches a field of a YAML off |
-| `--tiny_model tiny` or `small` | trains a random Qwen2 (DPO, SFT) |
+| `--tiny_model tiny` or `small` | trains a random Qwen2 |
 | `--resume_from_checkpoint` | takes `latest` or a folder ([resume](../recipes/README.md#resume)) |
 | `--accelerate_config` | takes a file, or a name of TRL's; flags of `accelerate launch` work too, also in YAML |
 | `trl-padfix --debug COMMAND` or `TRL_PADFIX_DEBUG=1` | shows the traceback of every error |

@@ -10,13 +10,14 @@ from collections.abc import Iterable
 __all__ = ["hint"]
 
 RENAMED = {
+    "batch_size": "per_device_train_batch_size", "dataset": "dataset_name", "epochs": "num_train_epochs",
     "cliprange": "epsilon", "evaluation_strategy": "eval_strategy", "kl_coef": "beta", "no_cuda": "use_cpu",
     "max_new_tokens": "max_completion_length", "max_seq_length": "max_length", "num_ppo_epochs": "num_iterations",
     "response_length": "max_completion_length", "rloo_k": "num_generations", "torch_dtype": "dtype",
-    "use_liger": "use_liger_kernel", "use_liger_loss": "use_liger_kernel",
-    "vllm_guided_decoding_regex": "vllm_structured_outputs_regex",
+    "lr": "learning_rate", "use_liger": "use_liger_kernel", "use_liger_loss": "use_liger_kernel",
+    "model": "model_name_or_path", "vllm_guided_decoding_regex": "vllm_structured_outputs_regex",
 }  # fmt: skip
-"""Fields of earlier versions of TRL and transformers that have another name now."""
+"""Fields of earlier versions of TRL and transformers, and of other programs, that have another name now."""
 
 GONE = {
     "warmup_ratio": "`warmup_steps` takes a share below 1 too",

@@ -94,5 +94,5 @@ def test_json_has_standard_output_to_itself(monkeypatch):
 def test_of_the_extra_only_what_is_missing_is_named(monkeypatch):
     assert "typer" not in modules_after("import trl_padfix.cli")
     monkeypatch.setattr("trl_padfix.cli.find_spec", lambda name: None if name == "rich" else name)
-    with pytest.raises(SystemExit, match="the command line needs rich, which the extra `cli` brings"):
+    with pytest.raises(SystemExit, match=r"the command line needs rich\. In a clone, run"):
         main()

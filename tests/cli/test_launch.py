@@ -146,8 +146,9 @@ def test_a_yaml_may_say_to_resume(recipe, unbroken, tmp_path):
     )
     (_, training, *_), _ = parse("dpo", ["--config", str(path), "--output_dir", str(unbroken)])
     assert (training.resume_from_checkpoint, training.run_name) == (str(unbroken / "checkpoint-4"), "7")
-    (_, training, *_), _ = parse("dpo", [f"--config={recipe}", "--output_dir", str(unbroken)])
-    assert training.resume_from_checkpoint is None
+    flags = ["--output_dir", str(unbroken), "--padding_free", "--no-padding-free", "--no_use_cpu"]
+    (_, training, *_), _ = parse("dpo", [f"--config={recipe}", *flags])
+    assert (training.resume_from_checkpoint, training.padding_free, training.use_cpu) == (None, False, False)
 
 
 def test_other_rows_give_other_losses(recipe, trls, tmp_path):

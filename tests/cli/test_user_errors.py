@@ -4,12 +4,13 @@ import ast
 from pathlib import Path
 
 import pytest
+from datasets import Dataset
 from kit.bad_inputs import build_bad_data, build_bad_models
 from kit.commands import trl_padfix_command
 from safetensors import safe_open
 
 from trl_padfix.cli import user_errors
-from trl_padfix.cli.config_file import _types
+from trl_padfix.cli.config_file import PACKAGES, _types
 
 
 CPU = ["--use_cpu", "true", "--bf16", "false", "--report_to", "none"]
@@ -40,7 +41,6 @@ CASES = [
     (["dpo", *CPU, "--config", "nowhere.yaml"], "'nowhere.yaml'"),
     (["dpo", *CPU, "--config", "broken.yaml"], "broken.yaml is not valid YAML"),
     (["dpo", *CPU, "--config", "list.yaml"], "list.yaml is not a mapping of fields to values"),
-    (["dpo", *RUN, "word"], "Unexpected argument `word`."),
     (["dpo", *MODEL], "No dataset: set `--dataset_name`"),
     (["dpo", *CPU, "--model_name_or_path", "./nowhere"], "--model_name_or_path: there is no file or folder"),
     (["distillation", *PROMPTS, "--teacher_model_name_or_path", "./big"], "no file or folder './big' here"),
@@ -50,7 +50,7 @@ CASES = [
     (["dpo", *CPU, "--gradient_checkpointing", "maybe"], "--gradient_checkpointing: invalid bool value: 'maybe'"),
     (["dpo", *CPU, "--config", "list_as_number.yaml"], "line 2: per_device_train_batch_size: invalid int value: [8]"),
     (["dpo", *CPU, "--max_length", "None"], "invalid int value: 'None'. Write `null`"),
-    (["kto", *CPU, "--tiny_model", "tiny"], "--tiny_model"),
+    (["kto", *CPU, "--tiny_model", "tiny"], "No dataset: set"),
     (["dpo", *RUN, "--tiny_model", "tiny"], "give only one of them"),
     (["dpo", *CPU, "--model_name_or_path", "with_an_empty_file"], "'with_an_empty_file' is not a model"),
     (["dpo", *CPU, "--resume_from_checkpoint", "nowhere"], "'nowhere' is no checkpoint. Checkpoints: none in"),
@@ -85,7 +85,7 @@ EARLY = [
     (["sft", *TEXTS, "--dataset_text_field", "txt"], "no column 'txt'; it has ['text']. SFT needs `txt`"),
     (["kto", *MODEL, "--config", "slice.yaml"], "no column 'completion' and no column 'label' and no column 'prompt'"),
     (["dpo", *MODEL, "--config", "entry.yaml"], "entry 1 has no field `data_file` (did you mean `data_files`?)"),
-    (["dpo", *MODEL, "--config", "loader.yaml"], "'jsonl' is no folder and no Hub id. In a YAML (`--config`) w"),
+    (["dpo", *MODEL, "--config", "loader.yaml"], "cannot load 'jsonl' by this name. In a YAML (`--config`) w"),
     (["dpo", *MODEL, "--config", "no_list.yaml"], "line 1: datasets: in a YAML write `datasets: [{path: json"),
     (["dpo", *MODEL, "--datasets", "good.jsonl"], "--datasets: in a YAML write `datasets: [{path: json"),
     (["dpo", *RUN, "--dataset_train_split", "dev"], ": Bad split: dev. Available splits: ['train']"),
@@ -109,7 +109,21 @@ EARLY = [
     (["dpo", *MODEL, "--config", "columns.yaml"], "line 1: datasets, entry 1: `columns` is a list of names: write `c"),
     (["dpo", *MODEL, "--config", "third.yaml"], "has no column '3'; it has ['chosen', 'rejected']. Correct `columns`"),
     (["dpo", *MODEL, "--config", "half.yaml"], "line 1: datasets, entry 1: fraction: invalid float value: 'half'."),
-    (["dpo", *RUN, "--accelerate_config", "./nowhere.yaml"], "No such file or directory: 'nowhere.yaml'"),
+    (["dpo", *RUN, "--accelerate_config", "./nowhere.yaml"], "no file './nowhere.yaml' here (/"),
+    (["dpo", *RUN, "--config", "cosim.yaml"], "there is no file 'cosim.yaml' (did you mean `cosin.yaml`?) here (/"),
+    (["dpo", *RUN, "--config", "whole.yaml"], "whole.yaml, line 1: max_steps: invalid int value: 6.0."),
+    (["dpo", *RUN, "--config", "env.yaml"], "env.yaml, line 1: env: invalid dict value: ['A=1']."),
+    (["dpo", *RUN, "--seed", "-1"], "--seed: it must be at least 0, got -1."),
+    (["dpo", *RUN, "--lr", "1e-5"], "--lr (it is `learning_rate` now)"),
+    (["dpo", *RUN, "—padding_free"], "--dataset_name: invalid str value: ['pairs_folder', '—padding_free']."),
+    (["dpo", *RUN, "--model_init_kwargs", "7"], "--model_init_kwargs: invalid mapping: '7'. Write `{NAME: VALUE}`."),
+    (["dpo", *RUN, "--use_liger_kernel"], "--use_liger_kernel: run `pip install no_kernel`, which it needs."),
+    (["dpo", *MODEL, "--dataset_name", "disk"], "write `datasets: [{path: arrow, data_files: disk/*.arrow}]`"),
+    (["distillation", *PROMPTS], "No teacher: set `--teacher_model_name_or_path`"),
+    (["grpo", *PROMPTS, "--reward_funcs", "imports.good"], "imports.py imports 'nothing', which is not installed."),
+    (["grpo", *PROMPTS, "--reward_funcs", "cut.good"], "(cut.py, line 1)"),
+    (["grpo", *PROMPTS, "--reward_funcs", "cut.a,cut.b"], "there is no module 'cut.a,cut' here"),
+    (["ORPO", *RUN], "No command 'orpo'. In Python: `from trl_padfix.experimental.orpo import ORPOTrainer`."),
     (["dpo", *RUN, "--config_file", "list.yaml"], "list.yaml is not a mapping of fields to values"),
 ]
 """Mistakes that are said before anything that takes seconds is imported."""
@@ -140,6 +154,11 @@ def material(tmp_path_factory) -> Path:
     (folder / "twice.yaml").write_text("seed: 1\nmax_steps: 2\nseed: 2\n")
     (folder / "no_files.yaml").write_text("datasets: [{path: json, data_files: [good.jsonl, '*.jsonl', a/b/c]}]\n")
     (folder / "rewards.py").write_text("def good(completions, **kwargs):\n    0\n")
+    (folder / "imports.py").write_text("from . import x\nimport nothing.at_all as n\ngood = n\n")
+    (folder / "cut.py").write_text("def good(completions, **kwargs)\n")
+    (folder / "whole.yaml").write_text("max_steps: 6.0\n")
+    (folder / "env.yaml").write_text("env: [A=1]\n")
+    Dataset.from_dict({"chosen": ["a"], "rejected": ["b"]}).save_to_disk(folder / "disk")
     (folder / "no_rows.yaml").write_text("test_split_size: 0\n")
     (folder / "report.yaml").write_text("report_to: no\n")
     (folder / "rows.txt").write_text("alpha\n")
@@ -182,6 +201,7 @@ def test_a_mistake_is_a_message_and_an_exit_code(material):
 def test_a_mistake_is_said_before_what_takes_seconds(monkeypatch):
     monkeypatch.setattr("trl_padfix.cli.launch.make_parser", None)
     monkeypatch.setattr("trl_padfix.cli.stats.require", None)
+    monkeypatch.setitem(PACKAGES, "use_liger_kernel", "no_kernel")
     assert_said(EARLY)
 
 

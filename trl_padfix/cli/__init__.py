@@ -19,10 +19,7 @@ INTERRUPTED = 130
 def require_extra(*names: str) -> None:
     """End the process with one line if a package of the extra `cli` is not installed."""
     if missing := [name for name in names if find_spec(name) is None]:
-        sys.exit(
-            f"trl-padfix: the command line needs {', '.join(missing)}, which the extra `cli` brings. In a clone, run: "
-            "pip install -e '.[cli]'"
-        )
+        sys.exit(f"trl-padfix: the command line needs {', '.join(missing)}. In a clone, run: pip install -e '.[cli]'")
 
 
 def disable_telemetry() -> None:

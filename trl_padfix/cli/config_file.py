@@ -27,33 +27,32 @@ from ..versions import installed_version, newer_trl, require
 from . import METHODS
 
 
-__all__ = ["Given", "check_given", "check_names", "declared_fields", "name_of", "of_command", "read_given"]
+__all__ = ["Given", "check_given", "check_names", "declared_fields", "name_of", "read_given"]
 
-TINY = ("dpo", "sft")
-"""Methods that can train a tiny model that is built on the spot."""
-
-TINY_MODELS = ("tiny", "small")
-"""Shapes of that model."""
-
-OF_COMMAND = {"config", "accelerate_config", "env", "dry_run", "attn_implementation"}
+OF_COMMAND = {"config", "accelerate_config", "env", "dry_run", "attn_implementation", "tiny_model"}
 """Names that no dataclass field declares."""
 
 BOOLEANS = ["yes", "true", "t", "y", "1", "no", "false", "f", "n", "0"]
 """Strings that the parser of transformers treats as flags."""
 
-READERS = {"int": lambda word: int(word.removesuffix(".0")), "float": float, "bool": BOOLEANS.index}
+READERS = {"int": int, "float": float, "bool": BOOLEANS.index, "dict": lambda word: word.index("{")}
 """Readers of the values that are checked, by the types of fields. They raise a `ValueError`; other types read all."""
 
 OPEN = {"accelerate_config", "attn_implementation", "ref_attn_implementation", "teacher_attn_implementation"}
 """Fields with choices that also take paths or other values."""
 
 POSITIVE = re.compile(
-    "per_device_.*_batch_size|gradient_accumulation_steps|num_processes|max_(tokens_per_batch|length)"
+    "per_device_.*_batch_size|gradient_accumulation_steps|num_processes|seed|max_(tokens_per_batch|length)"
 )
-"""Fields that are at least 1."""
+"""Fields that are at least 1 (`seed`: 0)."""
 
 IN_YAML = ("bfd-requeue", "float64")
 """Values that TRL takes in a YAML, although the choices of their fields lack them."""
+
+PACKAGES = dict.fromkeys(("load_in_4bit", "load_in_8bit", "adamw_8bit", "paged_adamw_8bit"), "bitsandbytes") | {
+    "deepspeed": "deepspeed", "use_liger_kernel": "liger_kernel", "use_vllm": "vllm", "wandb": "wandb",
+}  # fmt: skip
+"""Packages that a field needs, or a value of `optim` or `report_to`."""
 
 
 class Given(NamedTuple):
@@ -61,11 +60,6 @@ class Given(NamedTuple):
 
     values: dict[str, Any]
     places: dict[str, str]
-
-
-def of_command(method: str) -> set[str]:
-    """Names of a method's flags that no dataclass field declares."""
-    return OF_COMMAND | ({"tiny_model"} if method in TINY else set())
 
 
 def name_of(flag: str) -> str:
@@ -93,19 +87,22 @@ def read_given(args: Sequence[str]) -> Given:
             flag, has_value, value = word.partition("=")
             following = [value] if has_value else [*takewhile(lambda x: not x.startswith("--"), args[i + 1 :])]
             name, words = name_of(flag), following or [True]
-            given.values[name] = words if name == "reward_funcs" else words[0]
+            given.values[name] = words if name == "reward_funcs" or len(words) > 1 else words[0]
             given.places[name] = flag
     return given
 
 
 def _read_yaml(path: str) -> Given:
+    if not Path(path).is_file():
+        close = hint(str(Path(path)), map(str, Path(path).parent.glob("*.y*ml")))
+        raise FileNotFoundError(f"there is no file {path!r}{close} here ({Path.cwd()}).")
     try:
         text = Path(path).read_text("utf-8")
         root, values = yaml.compose(text), yaml.safe_load(text)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(root, yaml.MappingNode):
-        raise ValueError(f"{path} is not a mapping of fields to values.")
+        raise ValueError(f"{path} is not a mapping of fields to values. Write lines such as `max_steps: 100`.")
     lines: dict[str, int] = {}
     for node, _ in root.value:
         line = node.start_mark.line + 1
@@ -128,43 +125,58 @@ def check_given(method: str, given: Given) -> str | bool | None:
     fields = declared_fields(method)
     if not newer_trl():  # a later TRL may declare fields in other files; the parser of its script checks the names
         check_names(method, given, fields)
-    values = {_whole(name, fields): value for name, value in given.values.items()}
-    places = {_whole(name, fields): place for name, place in given.places.items()}
+    values, places = ({_whole(name, fields): x for name, x in by_name.items()} for by_name in given)
     is_on_cpu = str(values.get("use_cpu")).lower() in BOOLEANS[:5] or "+cpu" in str(installed_version("torch"))
+    if "--env" in places.values():
+        raise ValueError("`env` works only in a YAML (`env: {NAME: VALUE}`). Here write `NAME=VALUE trl-padfix ...`.")
     for name, value in values.items():
         # A name with other characters is a path, a kernel on the Hub, or JSON with a name for each part of a model.
         is_open = name in OPEN and not re.fullmatch(r"[\w-]+", str(value))
         _check_value(name, value, places[name], set() if is_open else fields.get(name, set()))
         if name == "config_file" or (name == "accelerate_config" and is_open):
             _read_yaml(str(value))
+        package = PACKAGES.get(str(value) if name in ("optim", "report_to") else name)
+        if package and str(value).lower() not in (*BOOLEANS[5:], "none") and not find_spec(package):
+            raise ValueError(f"{places[name]}: run `pip install {package}`, which it needs.")
         if name in OPEN and str(value).startswith(("flash", "flex")) and is_on_cpu:
             raise ValueError(f"{places[name]}: {value!r} needs a GPU, and this run has none. Write 'sdpa'.")
-    if "--env" in places.values():
-        raise ValueError("`env` works only in a YAML (`env: {NAME: VALUE}`). Here write `NAME=VALUE trl-padfix ...`.")
     resume_from = _check_model(values, places)
     if values.get("model_name_or_path") and values.get("tiny_model"):
         raise ValueError("`tiny_model` builds a model and `model_name_or_path` loads one: give only one of them.")
     if not (values.get("model_name_or_path") or values.get("tiny_model")):
-        tiny = " (or `--tiny_model tiny`, which is built on the spot)" if method in TINY else ""
-        raise ValueError(f"No model: set `--model_name_or_path` to a folder or a Hub id{tiny}.")
+        raise ValueError("No model: set `--model_name_or_path` to a folder or a Hub id, or `--tiny_model tiny`.")
+    if method == "distillation" and not values.get("teacher_model_name_or_path"):
+        raise ValueError("No teacher: set `--teacher_model_name_or_path` to a folder or a Hub id.")
     if "reward_funcs" in fields and not (values.get("reward_funcs") or values.get("reward_model_name_or_path")):
         raise ValueError("No reward: set `--reward_funcs`, or `--reward_model_name_or_path`.")
     if isinstance(names := values.get("reward_funcs"), str):
         raise ValueError(f"{places['reward_funcs']}: write a list: `reward_funcs: [{names}]`.")
-    for module, _, function in (str(name).rpartition(".") for name in names or ()):  # an import would run user code
-        file = Path(module.replace(".", "/") + ".py") if module else _folder("trl") / "rewards/__init__.py"
-        package = module.partition(".")[0]
-        if package and not (file.is_file() or Path(package).is_dir() or find_spec(package)):
-            raise ValueError(f"{places['reward_funcs']}: there is no module {module!r} here ({Path.cwd()}).")
-        source = file.read_text("utf-8") if file.is_file() else function  # of a package, which TRL imports later
-        if "/" in module or not re.search(rf"\b{re.escape(function)}\b|import \*|def __get", source):
-            raise ValueError(f"{places['reward_funcs']}: {file} has no {function!r}. Correct it: `module.function`.")
+    _check_rewards(names or (), places.get("reward_funcs", ""))
     if not (values.get("dataset_name") or values.get("datasets")):
-        raise ValueError(
-            "No dataset: set `--dataset_name` to a folder or a Hub id, or `datasets` in a YAML (`--config`)."
-        )
+        raise ValueError("No dataset: set `--dataset_name` to a folder or Hub id, or `datasets` in a YAML.")
     _check_data(method, values, places)
     return resume_from
+
+
+def _check_rewards(names: Iterable[str], place: str) -> None:
+    """Raise a `ValueError` for functions and packages that are not there; an import would run the user's code."""
+    for module, _, function in (str(name).rpartition(".") for name in names):
+        file = Path(module.replace(".", "/") + ".py") if module else _folder("trl") / "rewards/__init__.py"
+        if module and not _is_importable(module):
+            raise ValueError(f"{place}: there is no module {module!r} here ({Path.cwd()}).")
+        source = file.read_text("utf-8") if file.is_file() else function  # of a package, which TRL imports later
+        if not re.search(rf"\b{re.escape(function)}\b|import \*|def __get", source):
+            raise ValueError(f"{place}: {file} has no {function!r}. Correct it: `module.function`.")
+        for node in ast.parse(source, str(file)).body if module and "sys.path" not in source else ():
+            found = re.match(r"(?:from|import) (\w+)", ast.unparse(node))
+            if found and not _is_importable(found[1]):
+                raise ValueError(f"{place}: {file} imports {found[1]!r}, which is not installed.")
+
+
+def _is_importable(module: str) -> bool:
+    package = module.partition(".")[0]
+    is_here = Path(package).is_dir() or Path(f"{package}.py").is_file()
+    return bool(re.fullmatch(r"[\w.]+", module)) and (is_here or bool(find_spec(package)))
 
 
 def declared_fields(method: str) -> dict[str, set[str]]:
@@ -173,8 +185,8 @@ def declared_fields(method: str) -> dict[str, set[str]]:
 
     A few belong to other classes in the same files: the parser of the method's script finds these later.
     """
-    fields: dict[str, set[str]] = {name: set() for name in of_command(method)}
-    fields |= {"tiny_model": {"None", *map(repr, TINY_MODELS)}} if method in TINY else {}
+    fields: dict[str, set[str]] = {name: set() for name in OF_COMMAND}
+    fields |= {"dry_run": {"bool"}, "env": {"dict"}, "tiny_model": {"None", "'tiny'", "'small'"}}
     enums = _enums()
     for node in (node for file in _config_files(method) for node in ast.walk(ast.parse(file.read_text("utf-8")))):
         if isinstance(node, ast.AnnAssign):
@@ -234,8 +246,7 @@ def check_names(method: str, given: Given, known: Iterable[str]) -> None:
 
 
 def _is_known(name: str, place: str, known: set[str]) -> bool:
-    beginnings = name, name.removeprefix("no_")  # argparse takes these for a flag
-    return name in known or (place.startswith("--") and any(other.startswith(beginnings) for other in known))
+    return name in known or (place.startswith("--") and _whole(name.removeprefix("no_"), known) in known)
 
 
 def _whole(name: str, known: Iterable[str]) -> str:
@@ -256,8 +267,10 @@ def _check_value(name: str, value: Any, place: str, types: set[str]) -> None:
         if value in (None, "None", "none"):
             remedy = " Write `null` for no value." if "None" in types else " Write a value, or leave the field out."
         raise ValueError(f"{place}: invalid {problem}.{remedy}")
-    if POSITIVE.fullmatch(name) and value is not None and float(value) < 1:
-        raise ValueError(f"{place}: it must be at least 1, got {value}.")
+    if name.endswith("_kwargs") and not (value is None or isinstance(value, dict) or str(value).startswith("{")):
+        raise ValueError(f"{place}: invalid mapping: {value!r}. Write `{{NAME: VALUE}}`.")
+    if POSITIVE.fullmatch(name) and value is not None and float(value) < (least := 0 if name == "seed" else 1):
+        raise ValueError(f"{place}: it must be at least {least}, got {value}.")
     is_count = isinstance(value, int) and value > 0  # of rows; a flag is a string, and TRL reads it as a share
     if name == "test_split_size" and not (value is None or is_count or 0 < float(value) < 1):
         raise ValueError(f"{place}: it must be between 0 and 1, or in a YAML a number of rows, got {value}.")
@@ -334,10 +347,12 @@ def _check_data(method: str, values: dict[str, Any], places: dict[str, str]) -> 
         # A stream has no slices, such as `train[:80%]`.
         path, (split, has_slice, _) = str(entry.get("path")), str(entry.get("split") or "train").partition("[")
         is_here = Path(path).is_dir() or (path in DATA_FILES.values() and entry.keys() & {"data_files", "data_dir"})
-        file = path if Path(path).is_file() else "FILE"  # `load_dataset` takes the name of a file for a Hub id
-        if (builder := DATA_FILES.get(Path(file).suffix) or DATA_FILES.get(f".{path}")) and not is_here:
-            remedy = f"`datasets: [{{path: {builder}, data_files: {file}}}]`"
-            raise ValueError(f"{place}: {path!r} is no folder and no Hub id. In a YAML (`--config`) write {remedy}.")
+        is_saved = (Path(path) / "state.json").is_file()  # by `save_to_disk`
+        file = f"{path}/*.arrow" if is_saved else path if Path(path).is_file() else "FILE"
+        builder = DATA_FILES.get(Path(file).suffix) or DATA_FILES.get(f".{path}")
+        if is_saved or (builder and not is_here):
+            remedy = f"In a YAML (`--config`) write `datasets: [{{path: {builder}, data_files: {file}}}]`"
+            raise ValueError(f"{place}: `load_dataset` cannot load {path!r} by this name. {remedy}.")
         refuse_missing(path, place)
         # `env` may set another cache, and `datasets` reads the environment at import.
         if is_here and "://" not in str(entry) and "env" not in values:

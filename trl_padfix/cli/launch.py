@@ -15,6 +15,7 @@ import signal
 import sys
 import tempfile
 import time
+from argparse import SUPPRESS
 from collections.abc import Callable, Sequence, Sized
 from contextlib import ExitStack
 from dataclasses import fields
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from . import INTERRUPTED, METHODS, disable_telemetry, require_extra
-from .config_file import TINY, TINY_MODELS, check_given, check_names, name_of, of_command, read_given
+from .config_file import OF_COMMAND, check_given, check_names, name_of, read_given
 
 
 if TYPE_CHECKING:
@@ -57,9 +58,13 @@ def make_parser(method: str) -> TrlParser:
     about = "Check settings, data, model and the first batch without training or writing files."
     flag: Any = dict(nargs="?", const=True, default=False, type=string_to_bool, help=about)
     parser.add_argument("--dry_run", "--dry-run", **flag)
-    if method in TINY:
-        about = "Train a random Qwen2 of this shape, with a tokenizer trained on the data, built in `output_dir`."
-        parser.add_argument("--tiny_model", "--tiny-model", choices=TINY_MODELS, help=about)
+    about = "Train a random Qwen2 of this shape, with a tokenizer trained on the data, built in `output_dir`."
+    parser.add_argument("--tiny_model", "--tiny-model", choices=("tiny", "small"), help=about)
+    # Transformers makes `--no_FIELD` only for fields that are true. TRL has a copy of `string_to_bool`.
+    for name in [action.dest for action in parser._actions if "string_to_bool" in str(action.type)]:
+        if f"--no_{name}" not in parser._option_string_actions:
+            flags = f"--no_{name}", f"--no-{name.replace('_', '-')}"
+            parser.add_argument(*flags, dest=name, action="store_false", help=SUPPRESS)
     ours = [c for c in config.__mro__ if c.__module__.startswith("trl_padfix.")]
     names = {field.name for c in ours if not issubclass(c, TrainingArguments) for field in fields(c)}
     # argparse cannot move an action to another group: the lists that `--help` prints are changed.
@@ -102,7 +107,7 @@ def parse(method: str, args: Sequence[str]) -> tuple[list[Any], Namespace]:
     parser = make_parser(method)
     actions = [*parser._actions, *launch_command_parser()._actions]
     known = {name_of(flag) for action in actions for flag in action.option_strings}
-    check_names(method, given, known | of_command(method))
+    check_names(method, given, known | OF_COMMAND)
     *parsed, others = parser.parse_args_and_config(args, return_remaining_strings=True)
     others = resolve_accelerate_config_argument(others)
     script = ["--module", "trl_padfix.cli.launch", method, *args]
@@ -157,8 +162,8 @@ def main(method: str, args: Sequence[str]) -> None:
             if not vars(training).get("expand_turns"):  # it checks its columns itself, and leaves missing rows out
                 columns = needed_columns(method, vars(training).get("dataset_text_field", "text"))
                 require_columns(splits[split], split, *columns)
-        if tiny := vars(own).get("tiny_model"):
-            model.model_name_or_path = build_tiny(tiny, splits[script.dataset_train_split], initial)
+        if own.tiny_model:
+            model.model_name_or_path = build_tiny(own.tiny_model, splits[script.dataset_train_split], initial)
         set_seed(training.seed)
         importlib.import_module(f"trl.scripts.{method}").main(*parsed)
 

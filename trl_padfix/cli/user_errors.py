@@ -8,6 +8,7 @@ Print errors that were raised on purpose as their own text, without a traceback,
 from __future__ import annotations
 
 import os
+import re
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,7 +37,13 @@ class UserErrorGroup(TyperGroup):
         if "--debug" in args[1:] and args[0] not in METHODS:  # trainings have a field `debug` of TRL
             os.environ[DEBUG] = "1"
             args = [arg for arg in args if arg != "--debug"]
-        return super().resolve_command(ctx, [args[0].lower(), *args[1:]])  # also `trl-padfix DPO`
+        name = args[0].lower()  # also `trl-padfix DPO`
+        table = (Path(__file__).parents[1] / "experimental/tasks.py").read_text("utf-8")  # its import takes seconds
+        if found := re.search(rf'^    "{re.escape(name)}": Experiment\(\s*"(\w+)"', table, re.MULTILINE):
+            ctx.fail(
+                f"No command {name!r}. In Python: `from trl_padfix.experimental.{name} import {found[1]}Trainer`."
+            )
+        return super().resolve_command(ctx, [name, *args[1:]])
 
     def invoke(self, ctx: Any) -> Any:
         with explain_errors(lambda: f"{ctx.command_path} {ctx.invoked_subcommand or ''}".rstrip()):
@@ -79,5 +86,5 @@ def _message(error: Exception) -> str | None:
     frame = traceback.extract_tb(error.__traceback__)[-1]
     is_raised = (frame.line or "").startswith("raise") and any(name in CHECKERS for name in Path(frame.filename).parts)
     checked = isinstance(error, (ImportError, NotImplementedError, RuntimeError, TypeError, ValueError)) and is_raised
-    is_unreadable = isinstance(error, OSError | ModuleNotFoundError) or type(error).__module__ == "pyarrow.lib"
-    return str(error) if checked or is_unreadable else None
+    is_unreadable = isinstance(error, OSError | ModuleNotFoundError | SyntaxError)
+    return str(error) if checked or is_unreadable or type(error).__module__ == "pyarrow.lib" else None
