@@ -61,6 +61,7 @@ def test_a_missing_file_is_said_before_anything_is_imported():
         ["--max_steps", "many"],
         ["--model_name_or_path", "./nowhere"],
         ["--model_name_or_path", "some/model"],
+        ["--tiny_model", "tiny", "--dataset_name", "./nowhere"],
     ],
 )
 def test_a_mistake_is_said_before_torch_is_imported(words):

@@ -113,6 +113,7 @@ EARLY = [
     (["dpo", *RUN, "--config", "cosim.yaml"], "there is no file 'cosim.yaml' (did you mean `cosin.yaml`?) here (/"),
     (["dpo", *RUN, "--config", "whole.yaml"], "whole.yaml, line 1: max_steps: invalid int value: 6.0."),
     (["dpo", *RUN, "--config", "env.yaml"], "env.yaml, line 1: env: invalid dict value: ['A=1']."),
+    (["dpo", *RUN, "--run_name", "my", "run"], "--run_name: invalid text value: ['my', 'run']."),
     (["dpo", *RUN, "--seed", "-1"], "--seed: it must be at least 0, got -1."),
     (["dpo", *RUN, "--lr", "1e-5"], "--lr (it is `learning_rate` now)"),
     (["dpo", *RUN, "—padding_free"], "--dataset_name: invalid str value: ['pairs_folder', '—padding_free']."),

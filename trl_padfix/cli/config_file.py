@@ -199,7 +199,7 @@ def declared_fields(method: str) -> dict[str, set[str]]:
     attentions = {*map(repr, re.findall(r'"(\w+)": \w+_attention\w*_forward', source))}
     # None: a later transformers registers them elsewhere.
     fields |= dict.fromkeys(OPEN & fields.keys(), attentions | {"'auto'", "'eager'", "None"} if attentions else set())
-    fields["run_name"] = {"None", "Any"}  # YAML reads 7 and 2026-11-30 as other types than text
+    fields["run_name"] = {"None", "text"}  # YAML reads 7 and 2026-11-30 as other types than text
     fields["accelerate_config"] = {repr(file.stem) for file in (_folder("trl") / "accelerate_configs").glob("*.yaml")}
     return fields
 
@@ -284,7 +284,7 @@ def _is(value: Any, name: str) -> bool:
         return name in ("None", repr(str(value))) and (value is None) == (name == "None")
     with suppress(ValueError):
         READERS.get(name, str)(str(value).lower())
-        return name != "str" or isinstance(value, str | bool)
+        return isinstance(value, str | bool) if name == "str" else name != "text" or not isinstance(value, list)
     return False
 
 
@@ -320,10 +320,6 @@ def _check_model(values: dict[str, Any], places: dict[str, str]) -> str | bool |
 
 def _check_data(method: str, values: dict[str, Any], places: dict[str, str]) -> None:
     """Raise an error for data that are not there, and for data on this machine that a method does not read."""
-    from datasets import load_dataset
-
-    from ..trainers.data.columns import column_names, needed_columns, require_columns, require_values
-
     place = places.get("datasets") or places["dataset_name"]
     alone = {"path": values.get("dataset_name"), "name": values.get("dataset_config")}
     parts, entries = {place: alone | {"split": values.get("dataset_train_split")}}, values.get("datasets") or []
@@ -356,6 +352,10 @@ def _check_data(method: str, values: dict[str, Any], places: dict[str, str]) -> 
         refuse_missing(path, place)
         # `env` may set another cache, and `datasets` reads the environment at import.
         if is_here and "://" not in str(entry) and "env" not in values:
+            from datasets import load_dataset  # it takes a second
+
+            from ..trainers.data.columns import column_names, needed_columns, require_columns, require_values
+
             given = {key: entry[key] for key in ("path", "name", "data_dir", "data_files") if entry.get(key)}
             data = str(entry.get("data_files") or path)
             try:
