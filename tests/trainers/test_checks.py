@@ -56,7 +56,6 @@ CONFIGURATIONS: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("SFT", FREE | {BUDGET: 0}, "must be an integer number of tokens above 0, got 0"),
     ("SFT", FREE | {BUDGET: True}, "must be an integer number of tokens above 0, got True"),
-    ("GRPO", FREE | {BUDGET: 128, "max_completion_length": 256}, "`max_completion_length=256` tokens, more than"),
     ("SFT", {"expand_turns": True, "assistant_only_loss": True}, TURNS.format("assistant_only_loss")),
     ("SFT", {"expand_turns": True, "completion_only_loss": False}, TURNS.format("completion_only_loss")),
     ("DPO", GENERATING | {"generation_max_new_tokens": 0}, "`generation_max_new_tokens` must be positive"),

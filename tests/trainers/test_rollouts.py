@@ -71,7 +71,8 @@ def test_grpo_weighs_what_was_recorded_by_its_reward(tmp_path, monkeypatch):
     recorded, padded = recorded_run(tmp_path)
     assert recorded.trials == 3
     assert recorded.prompts["prompt"][:] == ["0", "2"]
-    _, shared = recorded_run(tmp_path, padding_free=True, prefix_sharing=True)
+    # `max_completion_length` does not bound what was recorded.
+    _, shared = recorded_run(tmp_path, padding_free=True, prefix_sharing=True, max_tokens_per_batch=255)
     assert_same(shared.trajectory(), padded.trajectory())
     assert shared.entered < padded.entered
     history = padded.trainer.state.log_history

@@ -268,8 +268,7 @@ def prefix_sharing_with_neftune(prefix_sharing: Sharing, args: Any) -> Sharing:
 def check_token_budget(budget: int | None, config: TrainingArguments) -> None:
     """
     Raises:
-        ValueError: If `max_tokens_per_batch` is not a number of tokens, or is less than `max_completion_length` (in
-            some trainers: `max_new_tokens`), or with `packing` or NEFTune.
+        ValueError: If `max_tokens_per_batch` is not a number of tokens, or with `packing` or NEFTune.
     """
     if budget is None:
         return
@@ -285,13 +284,6 @@ def check_token_budget(budget: int | None, config: TrainingArguments) -> None:
             f"`neftune_noise_alpha={alpha}` adds noise whose size depends on the length of a padded batch, and "
             "`max_tokens_per_batch` changes the batches. Leave `max_tokens_per_batch` out."
         )
-    for name in ("max_completion_length", "max_new_tokens"):
-        if (longest := vars(config).get(name) or 0) > budget:
-            raise ValueError(
-                f"A row may have `{name}={longest}` tokens, more than `max_tokens_per_batch={budget}`, and "
-                f"no batch could hold it. Raise the budget above {longest} plus the length of a prompt, or lower "
-                f"`{name}`."
-            )
 
 
 def check_grouping(settings: Settings, config: TrainingArguments) -> None:
