@@ -68,14 +68,14 @@ def dry_run(trainer: PaddingFreeTrainer) -> bool:
     if not isinstance(vars(trainer).get("padding"), Padding):
         raise TypeError(f"`dry_run` takes a trainer of this package, got `{type(trainer).__name__}`.")
     failed: ParityError | None = None
-    before = {handle: copy(handle.stats) for handle in trainer.padding.handles}
+    before = [copy(stats) for stats in trainer.padding.counts]
     try:
         _compute_first_batches(trainer)
     except ParityError as error:
         failed = error
-    counts = trainer.padding.stats - before.get(trainer.padding.handle, PaddingStats())
-    for handle, stats in before.items():  # a training after it counts its own steps
-        handle.stats = stats
+    counts = trainer.padding.stats - (before or [PaddingStats()])[0]
+    for stats, earlier in zip(trainer.padding.counts, before, strict=False):  # a training after it counts its own
+        vars(stats).update(vars(earlier))
     if trainer.accelerator.is_main_process:
         print(_table(_models(trainer) | _data(trainer) | _settings(trainer) | _findings(trainer, counts, failed)))
     return failed is None and trainer.padding.why_padded is None

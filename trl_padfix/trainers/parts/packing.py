@@ -41,6 +41,7 @@ class RemovePadding(Part):
         self.restore()
         if self.settings.padding_free:
             check_launch(self.trainer)
+            handles, counts = self.trainer.padding.handles, self.trainer.padding.counts
             for i, model in enumerate(models_of(self.trainer)):
                 handle = remove_padding(
                     model,
@@ -50,7 +51,10 @@ class RemovePadding(Part):
                     packed_multiple_of=self.settings.packed_multiple_of,
                 )
                 handle.name = f"trainer.padding.handles[{i}]"
-                self.trainer.padding.handles.append(handle)
+                if i == len(counts):
+                    counts.append(handle.stats)
+                handle.stats = counts[i]
+                handles.append(handle)
         if self._compiles:
             self._compile()
 

@@ -115,6 +115,7 @@ class Padding:
     def __init__(self, settings: Settings):
         self.settings = settings
         self.handles: list[PaddingRemoval] = []
+        self.counts: list[PaddingStats] = []  # of each handle, also after another trainer has taken over its model
         self.numberings: list[Attachment] = []  # of left-padded rows
         self.parity: dict[str, list[ParityReport]] = {}
         self.task: Task
@@ -138,8 +139,8 @@ class Padding:
 
     @property
     def stats(self) -> PaddingStats:
-        """Token counts of the packed forwards of the policy; zeros if nothing is packed."""
-        return self.handles[0].stats if self.handles else PaddingStats()
+        """Token counts of all packed forwards of the policy in this trainer; zeros if nothing is packed."""
+        return self.counts[0] if self.counts else PaddingStats()
 
     @property
     def is_removed(self) -> bool:
