@@ -118,13 +118,23 @@ def test_it_says_whether_the_loss_was_tested_on_padding(is_padded, tmp_path, cap
     assert ("; not tested on padding, because the batch has none; " in line) is not is_padded
 
 
-@pytest.mark.parametrize("settings", [{}, {"padding_free": True, "parity_check": False}])
-def test_it_says_where_nothing_is_compared(settings, tmp_path, capsys):
-    trainer = make(tmp_path / "run", **settings)
-    assert dry_run(trainer)
+FREE = {"padding_free": True}
+
+
+@pytest.mark.parametrize(
+    ("settings", "off", "reason"),
+    [
+        ({}, "", "TRL's code computes, because `padding_free` is not set"),
+        (FREE, "1", "TRL's code computes, because TRL_PADFIX_OFF is set"),
+        (FREE | {"parity_check": False}, "", "`parity_check` is off"),
+    ],
+)
+def test_it_says_where_nothing_is_compared(settings, off, reason, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("TRL_PADFIX_OFF", off)
+    assert dry_run(make(tmp_path / "run", **settings))
     table = capsys.readouterr().out
-    assert "not compared" in table
-    assert ("computed padded" in table) == (not settings)
+    assert f"not compared: {reason}" in table
+    assert ("computed padded" in table) == ("TRL's" in reason)
 
 
 def test_other_errors_are_raised_and_callbacks_are_left_alone(tmp_path):

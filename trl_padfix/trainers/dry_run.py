@@ -50,7 +50,8 @@ def dry_run(trainer: PaddingFreeTrainer) -> bool:
             A trainer of this package. It can train afterwards.
 
     Returns:
-        `bool`: Whether packed and padded agree, in the models and in the loss of the trainer.
+        `bool`: Whether packed and padded agree, in the models and in the loss of the trainer. Also `True` if nothing
+        was packed or compared: the table says why.
 
     Raises:
         Exception: Any other error that the training would raise up to that point.
@@ -174,7 +175,8 @@ def _findings(trainer: PaddingFreeTrainer, stats: PaddingStats, failed: ParityEr
     elif not trainer.padding.parity:
         settings = trainer.padding.settings
         why = "nothing was packed" if settings.parity_check else "`parity_check` is off"
-        why = f"{OFF} is set" if is_off() else why if settings.padding_free else "`padding_free` is not set"
+        why = why if settings.padding_free else "TRL's code computes, because `padding_free` is not set"
+        why = f"TRL's code computes, because {OFF} is set" if is_off() else why
         found["parity"] = f"not compared: {why}"
     return found
 
