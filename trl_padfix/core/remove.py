@@ -32,8 +32,8 @@ from .anatomy import (
 from .attention.attention import register_packed_attention
 from .errors import PaddingRemovalError
 from .handle import Lengths, PaddingRemoval, PrefixSharing, check_multiple, check_prefix_sharing
-from .model.inspection import parameters_of, takes
-from .model.patching import Attachment, ForwardPatch, RunnerPatch, patches_on
+from .model.inspection import parameters_of, runs_another, takes
+from .model.patching import PLACES, Attachment, ForwardPatch, RunnerPatch, patches_on
 from .model.positions import Numbering, length_dependent_ropes
 from .patches.decoder import DecoderPatch
 from .patches.heads import HeadPatch, LMHeadPatch, PoolingPatch, TokenLabelsPatch
@@ -47,8 +47,8 @@ from .switch import OFF, is_off
 logger = logging.getLogger(__name__)
 
 __all__ = [
-    "attach_runner_patch", "attachment_of", "attachments_on", "number_padded_rows", "remove_padding",
-    "take_over",
+    "attach_runner_patch", "attachment_of", "attachments_on", "forget_original", "number_padded_rows",
+    "remove_padding", "take_over",
 ]  # fmt: skip
 
 
@@ -263,6 +263,15 @@ def take_over(models: Iterable[nn.Module]) -> None:
         for patch in patches_on(module):
             if patch.attachment.state in ("in use", "paused", "copied"):
                 patch.attachment.take_over()
+
+
+def forget_original(model: nn.Module) -> None:
+    """Delete the forwards of a deep copy that run the original model; TRL and accelerate add them again."""
+    for module in model.modules():
+        if runs_another(vars(module).get("forward"), module):
+            take_over([model])
+            for name in ("forward", "_original_forward", PLACES):
+                vars(module).pop(name, None)
 
 
 def attachment_of(model: nn.Module) -> PaddingRemoval | None:

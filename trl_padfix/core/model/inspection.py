@@ -12,7 +12,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 from functools import cache, partial
-from types import CellType, CodeType, FunctionType
+from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 
 from torch import nn
@@ -24,8 +24,8 @@ __all__ = [
     "TRUSTED_GRADIENT_HOOKS", "TRUSTED_HOOKS", "TRUSTED_MIXERS", "TRUSTED_MODELS", "TRUSTED_MODULES",
     "TRUSTED_WRAPPERS", "bind", "counts_columns", "forward_of", "forwards_in", "global_in", "globals_of",
     "hands_arguments_on", "is_of", "kernel_parameters", "loaded_globals", "module_of", "name_of", "names_in",
-    "package_of", "parameters_of", "pools_by_token_id", "takes", "takes_any_argument", "variables_in", "with_globals",
-    "without_checkpointing",
+    "package_of", "parameters_of", "pools_by_token_id", "runs_another", "takes", "takes_any_argument", "variables_in",
+    "with_globals", "without_checkpointing",
 ]  # fmt: skip
 
 
@@ -171,6 +171,26 @@ def _without_partial(function: Callable[..., Any]) -> Callable[..., Any]:
     while isinstance(function, partial):
         function = function.func
     return function
+
+
+def runs_another(function: Any, module: nn.Module) -> bool:
+    """
+    Whether a forward of `module` calls a method of another such module, as in a deep copy of a model that TRL gave a
+    head: functions are not copied, and TRL's keeps the forward beneath it in its closure.
+    """
+    found, seen = [function], set[int]()
+    while found:
+        function = found.pop()
+        if isinstance(function, MethodType):
+            if isinstance(function.__self__, type(module)) and function.__self__ is not module:
+                return True
+            function = function.__func__
+        if callable(function) and id(function) not in seen and is_of(function, _TRAINING):  # not through a user's
+            seen.add(id(function))
+            found.append(inspect.getattr_static(function, "__wrapped__", None))
+            closure = function.__closure__ if isinstance(function, FunctionType) else None
+            found += [cell.cell_contents for cell in closure or ()]
+    return False
 
 
 def counts_columns(module: nn.Module) -> bool:

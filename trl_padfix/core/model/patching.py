@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-__all__ = ["Attachment", "BatchPatch", "ForwardPatch", "RunnerPatch", "is_patched_only", "patches_on"]
+__all__ = ["PLACES", "Attachment", "BatchPatch", "ForwardPatch", "RunnerPatch", "is_patched_only", "patches_on"]
 
 State = Literal["attached", "in use", "paused", "copied", "taken over", "detached"]
 """
@@ -226,7 +226,7 @@ class _Place:
         places, function = _places_on(self.module), self.method.__func__
         if function not in places:
             places[function] = self
-            vars(self.module).update({_ATTRIBUTE: places, "forward": self.method})
+            vars(self.module).update({PLACES: places, "forward": self.method})
         self.patches = (*self.patches, patch)
 
 
@@ -246,11 +246,12 @@ class _Places(dict[Any, _Place]):
         return dict, ()
 
 
-_ATTRIBUTE = "_trl_padfix_patches"
+PLACES = "_trl_padfix_patches"
+"""The attribute of a module with its places."""
 
 
 def _places_on(module: nn.Module) -> _Places:
-    return vars(module).get(_ATTRIBUTE) or _Places()
+    return vars(module).get(PLACES) or _Places()
 
 
 def _function(patched: nn.Module, forward_beneath: Any) -> Callable:
@@ -317,7 +318,7 @@ def _remove_unused_places(module: nn.Module) -> None:
             if place.below is not None:
                 module.forward = place.below
     if not places:
-        vars(module).pop(_ATTRIBUTE, None)
+        vars(module).pop(PLACES, None)
 
 
 # Kinds of patches

@@ -10,7 +10,7 @@ from transformers import TrainingArguments
 from ...core.context import temporarily_set
 from ...core.errors import PaddingRemovalError
 from ...core.handle import PrefixSharing
-from ...core.remove import remove_padding
+from ...core.remove import forget_original, remove_padding
 from ..distributed import check_launch, is_zero, models_of
 from ..settings import prefix_sharing_with_neftune
 from .part import Part
@@ -27,6 +27,9 @@ class RemovePadding(Part):
 
     def check(self, config: TrainingArguments, init_kwargs: dict[str, Any]) -> None:
         self._prefix_sharing = prefix_sharing_with_neftune(self.settings.prefix_sharing, config)
+        for model in init_kwargs.values() if self.settings.padding_free else ():
+            if isinstance(model, torch.nn.Module):
+                forget_original(model)
 
     def around_init(self, config: TrainingArguments) -> contextlib.AbstractContextManager[Any]:
         # Here the decoder packs. TRL's own `padding_free` would pack in the collator, and TRL warns that it is off.
