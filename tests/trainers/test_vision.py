@@ -203,7 +203,8 @@ def test_training_on_images_without_pairs_is_trls(family, kind, mode, tmp_path):
 
 @images_without_pairs
 @pytest.mark.parametrize(("kind", "mode"), [("GRPO", "prefix sharing"), ("KTO", "padding-free")])
-def test_a_token_budget_splits_rows_with_images(kind, mode, tmp_path, monkeypatch):
+def test_a_token_budget_splits_rows_with_images(kind, mode, tmp_path, monkeypatch, caplog):
+    caplog.set_level("INFO", logger="trl_padfix")
     expected = trls_unpaired(kind, "llava", kind != "KTO")
     config = {"max_tokens_per_batch": 64, "parity_check": False} | (SCATTERED if kind != "KTO" else {})
     trainer = build_unpaired(trl_padfix, kind, "llava", tmp_path, **config, **trainer_runs.MODES[mode])
@@ -217,6 +218,7 @@ def test_a_token_budget_splits_rows_with_images(kind, mode, tmp_path, monkeypatc
     assert_same(trajectory(trainer), expected, atol=1e-4)
     assert 0 < max(computed) <= 64
     assert len(computed) > 4
+    assert ("sub-batches: images are not compared" in caplog.text) == (mode == "prefix sharing")
     config |= break_mode(monkeypatch, mode)
     monkeypatch.setattr("trl_padfix.core.call.layout_of.token_keys", lambda call, shape: None)
     assert_other(trajectory(build_unpaired(trl_padfix, kind, "llava", tmp_path, **config)), expected, atol=1e-4)

@@ -445,7 +445,7 @@ class RowSplitter:
         # Recurrent layers compute rows with masked tokens between real ones padded, and then read no prefix states.
         has_holes = bool(((host_mask != 0).int().diff(dim=1) == 1).sum(1).gt((host_mask[:, 0] == 0).int()).any())
         is_over = self.sync_count(int(costs.total() > self.budget))
-        across = bool(is_over) and has_ids and not self.sync_count(int(has_holes)) and self.shares_across()
+        across = bool(is_over) and self.shares_across() and has_ids and not self.sync_count(int(has_holes))
         items = self.pack(costs, across)
         if images is not None:
             # DDP reduces the gradients of the parameters that the last backward used, so parts with images come last.
