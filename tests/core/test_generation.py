@@ -179,6 +179,8 @@ REFUSED = [
     ({"inputs": {"attention_mask": None}}, ValueError, "batch of 7 prompts has no `attention_mask`"),
     ({"inputs": {"attention_mask": torch.zeros(7, 14).long()}}, ValueError, r"Prompts \[0, 1, .*no real token"),
     ({"past_key_values": ()}, ValueError, "carries `past_key_values`"),
+    ({"inputs": {"input_ids": torch.tensor([5, 6])}}, ValueError, r"`input_ids` has shape \(2,\), not `\(B, L\)`"),
+    ({"model": "gpt2"}, TypeError, "`model` must be a `Module`, got `str`"),
     ({"model": BartForCausalLM(BartConfig(**BART))}, NotImplementedError, "counts the columns"),
 ]
 
@@ -187,6 +189,8 @@ def test_what_would_be_answered_wrongly_is_refused():
     for settings, error, message in REFUSED:
         with pytest.raises(error, match=message):
             call(**settings)
+    with pytest.raises(TypeError, match="`input_ids` must be a `Tensor`, got `list`"):
+        generate(build("qwen2"), [[5, 6]])
 
 
 def test_a_cache_in_a_padded_batch_that_is_trained_on_is_said_and_counted():

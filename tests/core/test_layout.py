@@ -99,6 +99,7 @@ def test_packed_index_of_finds_the_token_that_computes_a_real_token():
 
 
 REFUSED_MASKS = [
+    ([[1, 1]], "`attention_mask` must be a `Tensor`, got `list`"),
     (torch.ones(3), r"shape \(3,\).*needs `\(B, L\)`"),
     (torch.ones(1, 1, 3, 3), r"shape \(1, 1, 3, 3\).*needs `\(B, L\)`"),
     (torch.tensor([[1, 0.5]]), r"holds \[0.5, 1.0\].*Additive and weighted masks"),
@@ -121,8 +122,10 @@ REFUSED_VALUES = [  # function, arguments, message
 
 def test_masks_that_do_not_say_which_tokens_are_real_are_refused():
     for mask, message in REFUSED_MASKS:
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(TypeError if isinstance(mask, list) else ValueError, match=message):
             padding_free_layout(mask)
+    with pytest.raises(TypeError, match="`input_ids` must be a `Tensor`, got `list`"):
+        prefix_sharing_layout([[1, 1]], torch.ones(1, 2))
 
 
 def test_what_does_not_fit_together_is_refused():

@@ -22,6 +22,7 @@ from torch.distributed.fsdp._runtime_utils import _reshard
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
+from .errors import require
 from .mixers.mixers import Mixers
 from .model.inspection import pools_by_token_id
 from .model.older import decoder_of
@@ -126,8 +127,7 @@ def find_pretrained(model: nn.Module) -> PreTrainedModel:
     Raises:
         TypeError: If there is none, or more than one.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"`remove_padding` takes a model, got `{type(model).__name__}`.")
+    require(nn.Module, model=model)
     outermost = outermost_pretrained(model)
     if len(outermost) != 1:
         names = ", ".join(type(m).__name__ for m in outermost) or "none"

@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
 
-__all__ = ["PaddingRemovalError", "UnpackableBatchError", "UnpackableCallError"]
+import torch
+
+
+__all__ = ["PaddingRemovalError", "UnpackableBatchError", "UnpackableCallError", "require"]
+
+
+def require(kind: type, **given: Any) -> None:
+    """Raise a `TypeError` for an argument, given by its name, that is of another type."""
+    for name, value in given.items():
+        if not isinstance(value, kind):
+            remedy = " A tokenizer makes tensors with `return_tensors='pt'`." if kind is torch.Tensor else ""
+            raise TypeError(f"`{name}` must be a `{kind.__name__}`, got `{type(value).__name__}`.{remedy}")
 
 
 class PaddingRemovalError(NotImplementedError):

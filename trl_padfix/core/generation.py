@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .anatomy import find_decoder, find_pretrained, peft_configs_in
+from .errors import require
 from .model.inspection import parameters_of, takes
 from .model.older import CACHES
 from .model.positions import position_embeddings
@@ -121,7 +122,8 @@ def generate(model: Any, inputs: Mapping[str, Any] | torch.Tensor, **kwargs: Any
     """
     if isinstance(model, DistributedDataParallel):
         model = model.module
-    call = dict(**({"input_ids": inputs} if isinstance(inputs, torch.Tensor) else inputs), **kwargs)
+    require(nn.Module, model=model)
+    call = dict(**(inputs if isinstance(inputs, Mapping) else {"input_ids": inputs}), **kwargs)
     with ExitStack() as stack:
         # Per module: `model.train()` would also switch modules that the user keeps in evaluation mode.
         for module in model.modules():
@@ -130,6 +132,9 @@ def generate(model: Any, inputs: Mapping[str, Any] | torch.Tensor, **kwargs: Any
         main = "input_ids" if call.get("input_ids") is not None else "inputs_embeds"
         if model.config.is_encoder_decoder or call.get(main) is None:
             return model.generate(**call)
+        require(torch.Tensor, **{main: call[main]})
+        if call[main].dim() < 2:
+            raise ValueError(f"`{main}` has shape {tuple(call[main].shape)}, not `(B, L)`. Pass a batch of one row.")
         columns = call[main].shape[1]
         call |= _aligned(call, main)
         removed = columns - call[main].shape[1]

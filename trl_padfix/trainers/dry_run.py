@@ -175,9 +175,8 @@ def _findings(trainer: PaddingFreeTrainer, stats: PaddingStats, failed: ParityEr
     elif not trainer.padding.parity:
         settings = trainer.padding.settings
         why = "nothing was packed" if settings.parity_check else "`parity_check` is off"
-        why = why if settings.padding_free else "TRL's code computes, because `padding_free` is not set"
-        why = f"TRL's code computes, because {OFF} is set" if is_off() else why
-        found["parity"] = f"not compared: {why}"
+        of_trl = f"TRL's code computes, because {f'{OFF} is' if is_off() else '`padding_free` is not'} set"
+        found["parity"] = f"not compared: {why if settings.padding_free else of_trl}"
     return found
 
 

@@ -48,12 +48,14 @@ def test_a_mask_that_cannot_be_read_is_refused_by_a_strict_handle():
 def test_it_takes_exactly_one_model():
     two = torch.nn.ModuleList([build("gpt2"), build("qwen2")])
     for model, message in (
-        ("gpt2", "takes a model, got `str`"),
+        ("gpt2", "`model` must be a `Module`, got `str`"),
         (torch.nn.Linear(1, 1), "`Linear` contains none"),
         (two, "contains GPT2LMHeadModel, Qwen2ForCausalLM. If there are several, attach to each"),
     ):
         with pytest.raises(TypeError, match=message):
             remove_padding(model)
+        with pytest.raises(TypeError, match=message):
+            check_parity(model, {"input_ids": torch.tensor([[5, 6]])})
 
 
 def test_models_that_share_a_decoder_are_packed_by_it():

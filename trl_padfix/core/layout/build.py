@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..errors import PaddingRemovalError, UnpackableBatchError
+from ..errors import PaddingRemovalError, UnpackableBatchError, require
 from .layout import Layout
 
 
@@ -105,6 +105,7 @@ def prefix_sharing_layout(
 
     ```
     """
+    require(torch.Tensor, input_ids=input_ids, attention_mask=attention_mask)
     keys = [input_ids]
     if position_ids is not None:
         # One row of positions may stand for all rows of the batch, as transformers' decoders allow.
@@ -185,6 +186,7 @@ def packed_layout(
 
 def _build(mask: torch.Tensor, keys: list[torch.Tensor]) -> Layout:
     """The layout of `mask`. Prefixes that agree in all `keys` are shared; without keys nothing is shared."""
+    require(torch.Tensor, attention_mask=mask)
     if mask.dim() != 2:
         raise ValueError(
             f"The attention mask has shape {tuple(mask.shape)}; removing padding needs `(B, L)`, 1 for real tokens "

@@ -173,24 +173,19 @@ def _without_partial(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def runs_another(function: Any, module: nn.Module) -> bool:
+def runs_another(function: Any, module: nn.Module, outer: tuple = ()) -> bool:
     """
     Whether a forward of `module` calls a method of another such module, as in a deep copy of a model that TRL gave a
     head: functions are not copied, and TRL's keeps the forward beneath it in its closure.
     """
-    found, seen = [function], set[int]()
-    while found:
-        function = found.pop()
-        if isinstance(function, MethodType):
-            if isinstance(function.__self__, type(module)) and function.__self__ is not module:
-                return True
-            function = function.__func__
-        if callable(function) and id(function) not in seen and is_of(function, _TRAINING):  # not through a user's
-            seen.add(id(function))
-            found.append(inspect.getattr_static(function, "__wrapped__", None))
-            closure = function.__closure__ if isinstance(function, FunctionType) else None
-            found += [cell.cell_contents for cell in closure or ()]
-    return False
+    if isinstance(function, MethodType):
+        is_other = isinstance(function.__self__, type(module)) and function.__self__ is not module
+        return is_other or runs_another(function.__func__, module, outer)
+    if not callable(function) or function in outer or not is_of(function, _TRAINING):  # a user's stays as it is
+        return False
+    closure = function.__closure__ if isinstance(function, FunctionType) else None
+    inner = [inspect.getattr_static(function, "__wrapped__", None), *(cell.cell_contents for cell in closure or ())]
+    return any(runs_another(called, module, (*outer, function)) for called in inner)
 
 
 def counts_columns(module: nn.Module) -> bool:

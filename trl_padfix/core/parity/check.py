@@ -96,12 +96,13 @@ def check_parity(
         raise TypeError("The parity check takes a batch of tensors, as of `tokenizer(texts, return_tensors='pt')`.")
     if isinstance(model, DistributedDataParallel):  # each of its forwards waits for other processes
         model = model.module
+    handle = attachment_of(model)
     with contextlib.ExitStack() as stack:
         stack.callback(reshard_parameters, model)
         stack.enter_context(torch.no_grad())
         stack.enter_context(saved_modules(model.modules()))
         model.eval()
-        if (handle := attachment_of(model)) is None:
+        if handle is None:
             handle = stack.enter_context(remove_padding(model, prefix_sharing=bool(prefix_sharing)))
         # The comparison must not count among the user's forwards. A reason why short rows cannot be packed holds in
         # every step. Hooks are not such a reason: the comparison tests them.
