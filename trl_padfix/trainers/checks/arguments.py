@@ -37,7 +37,7 @@ def check_arguments(
     check_settings(settings, config)
     budget, is_sampled = settings.max_tokens_per_batch, init_kwargs.get("rollout_func") is None
     for name in ("max_completion_length", "max_new_tokens") if budget and is_sampled else ():
-        if (longest := vars(config).get(name) or 0) > budget:
+        if (longest := vars(config).get(name) or 0) > (budget or longest):
             raise ValueError(
                 f"A row may have `{name}={longest}` tokens, more than `max_tokens_per_batch={budget}`, and "
                 f"no batch could hold it. Raise the budget above {longest} plus the length of a prompt, or lower "
