@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+import torch
 from transformers import TrainingArguments
 
 from ...core.context import temporarily_set
