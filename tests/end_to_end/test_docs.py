@@ -51,7 +51,8 @@ def check_links(pages: Iterable[Path]) -> None:
 
 
 def test_links_lead_to_files_and_to_headings():
-    check_links([*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "recipes/README.md"])
+    others = ("README.md", "CONTRIBUTING.md", "recipes/README.md", "notebooks/README.md")
+    check_links([*PAGES, *map(ROOT.joinpath, others)])
 
 
 def test_links_on_the_site_lead_to_its_pages(monkeypatch, tmp_path):
