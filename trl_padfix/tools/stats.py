@@ -223,18 +223,17 @@ class Verdict:
 
     def lines(self) -> list[str]:
         """The verdict in words."""
-        padded, real, auto = self.random.padded, self.random.real, self.random.auto
-        saved = 1 - self.grouped.auto / auto
+        padded, real = self.random.padded, self.random.real
+        repeated, grouped = ((real - min(tokens.auto, real)) / padded for tokens in (self.random, self.grouped))
         settings = ["padding_free=True", 'prefix_sharing="auto"' if self.shares else "prefix_sharing=False"]
         settings += ["group_by_prefix=True"] * self.groups
-        grouping = f"grouping {'saves' if self.groups else 'would save'} {max(saved, 0):.0%} of the remaining tokens"
         packed = f"{padded / real:.1f}x by tokens" if self.trainer == "sft" else "none for this trainer"
         return [
             f"Use {', '.join(settings)}.",
-            f"Padding is {1 - real / padded:.0%} of TRL's batches of {self.batch_size} {UNITS[self.trainer]}. In "
-            f"random batches, {1 - auto / real:.0%} of the other tokens repeat a prefix; {grouping}.",
-            f"Expected speedup from tokens: {padded / self.tokens:.1f}x ({padded:,.0f} tokens in TRL's padded batch, "
-            f"{self.tokens:,.0f} with these settings).",
+            f"TRL's batch of {self.batch_size} {UNITS[self.trainer]} has {padded:,.0f} tokens: "
+            f"{1 - real / padded:.0%} are padding, and {repeated:.0%} repeat a prefix (with group_by_prefix: "
+            f"{grouped:.0%}).",
+            f"Expected speedup from tokens: {padded / self.tokens:.1f}x ({self.tokens:,.0f} tokens are computed).",
             f"TRL's group_by_length: {padded / self.by_length.padded:.1f}x by tokens; its padding_free or "
             f"packing: {packed}.",
         ]
