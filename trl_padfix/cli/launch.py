@@ -61,8 +61,9 @@ def make_parser(method: str) -> TrlParser:
     about = "Train a random Qwen2 of this shape, with a tokenizer trained on the data, built in `output_dir`."
     parser.add_argument("--tiny_model", "--tiny-model", choices=("tiny", "small"), help=about)
     # Transformers makes `--no_FIELD` only for fields that are true. TRL has a copy of `string_to_bool`.
+    taken = {flag for action in parser._actions for flag in action.option_strings}
     for name in [action.dest for action in parser._actions if "string_to_bool" in str(action.type)]:
-        if f"--no_{name}" not in parser._option_string_actions:
+        if f"--no_{name}" not in taken:
             flags = f"--no_{name}", f"--no-{name.replace('_', '-')}"
             parser.add_argument(*flags, dest=name, action="store_false", help=SUPPRESS)
     ours = [c for c in config.__mro__ if c.__module__.startswith("trl_padfix.")]
