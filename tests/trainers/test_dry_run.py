@@ -48,14 +48,14 @@ def test_it_compares_and_takes_no_step(tmp_path, capsys, monkeypatch):
 def test_it_counts_the_whole_first_batch_also_in_parts(tmp_path, capsys):
     """The parity check of the step has a backward of its own, and a budget one for each part."""
     lines = []
-    for settings in ({}, {"max_tokens_per_batch": 60}):
+    for settings in ({}, {"eval_strategy": "steps", "eval_steps": 1}, {"max_tokens_per_batch": 60}):
         trainer = make(tmp_path, padding_free=True, **settings)
         assert dry_run(trainer)
         assert dry_run(trainer)
         lines += [line for line in capsys.readouterr().out.splitlines() if line.startswith("tokens")]
         assert trainer.padding.stats.forwards == 0  # a training counts its own
-    whole, again, in_parts, _ = ([int(n) for n in re.findall(r"\d+", line)] for line in lines)
-    assert again == whole
+    whole, again, evaluated, _, in_parts, _ = ([int(n) for n in re.findall(r"\d+", line)] for line in lines)
+    assert again == evaluated == whole
     assert whole[1:] == in_parts[1:]  # real and computed tokens
     assert whole[0] > in_parts[0]  # parts have less padding
     assert 0 < whole[2] == whole[1] < whole[0]

@@ -69,12 +69,22 @@ def dry_run(trainer: PaddingFreeTrainer) -> bool:
     if not isinstance(vars(trainer).get("padding"), Padding):
         raise TypeError(f"`dry_run` takes a trainer of this package, got `{type(trainer).__name__}`.")
     failed: ParityError | None = None
+    counts: PaddingStats | None = None
     before = [copy(stats) for stats in trainer.padding.counts]
     try:
-        _compute_first_batches(trainer)
+        with (
+            saved_state(trainer),  # TRL counts steps of online trainers, and keeps their next micro-batches
+            temporarily_set(trainer.callback_handler, callbacks=[DefaultFlowCallback()]),
+            temporarily_set(trainer.padding, is_dry_run=True),
+        ):
+            _compute_first_batch(trainer)
+            counts = copy(trainer.padding.stats)
+            if _evaluates(trainer):
+                with _stopping(trainer, "prediction_step"):
+                    trainer.evaluate()
     except ParityError as error:
         failed = error
-    counts = trainer.padding.stats - (before or [PaddingStats()])[0]
+    counts = (counts or trainer.padding.stats) - (before or [PaddingStats()])[0]
     for stats, earlier in zip(trainer.padding.counts, before, strict=False):  # a training after it counts its own
         vars(stats).update(vars(earlier))
     if trainer.accelerator.is_main_process:
@@ -82,24 +92,16 @@ def dry_run(trainer: PaddingFreeTrainer) -> bool:
     return failed is None and trainer.padding.why_padded is None
 
 
-def _compute_first_batches(trainer: PaddingFreeTrainer) -> None:
-    """The first forward of a training, and of an evaluation if there is one."""
+def _compute_first_batch(trainer: PaddingFreeTrainer) -> None:
+    """The first forward of a training."""
     backward = trainer.accelerator.backward
     with (
-        saved_state(trainer),  # TRL counts steps of online trainers, and keeps their next micro-batches
-        temporarily_set(trainer.callback_handler, callbacks=[DefaultFlowCallback()]),
-        temporarily_set(trainer.padding, is_dry_run=True),
+        # The backward of the step is left out; only those of the parity check run.
+        temporarily_set(trainer.accelerator, backward=lambda *x, **y: context().stats and backward(*x, **y)),
+        temporarily_set(trainer.args, eval_on_start=False),
+        _stopping(trainer, "training_step"),
     ):
-        with (
-            # The backward of the step is left out; only those of the parity check run.
-            temporarily_set(trainer.accelerator, backward=lambda *x, **y: context().stats and backward(*x, **y)),
-            temporarily_set(trainer.args, eval_on_start=False),
-            _stopping(trainer, "training_step"),
-        ):
-            trainer.train()
-        if _evaluates(trainer):
-            with _stopping(trainer, "prediction_step"):
-                trainer.evaluate()
+        trainer.train()
 
 
 def _evaluates(trainer: PaddingFreeTrainer) -> bool:
@@ -161,10 +163,9 @@ def _settings(trainer: PaddingFreeTrainer) -> dict[str, str]:
 
 
 def _findings(trainer: PaddingFreeTrainer, stats: PaddingStats, failed: ParityError | None) -> dict[str, str]:
-    """The tokens of the first batches, and the parity check."""
+    """The tokens of the first training batch, and the parity check."""
     tokens = f"{stats.padded_tokens:,} padded, {stats.real_tokens:,} real, {stats.packed_tokens:,} computed"
-    name = "first training batch" + (" and first evaluation batch" if _evaluates(trainer) else "")
-    found = {"tokens": f"{name}: {tokens}" if stats.forwards else f"{name}: computed padded"}
+    found = {"tokens": f"first training batch: {tokens if stats.forwards else 'computed padded'}"}
     for mode, reports in trainer.padding.parity.items():
         for role, report in zip(named_models_of(trainer), reports, strict=False):
             found[f"parity, {mode}, {role}"] = str(report)
