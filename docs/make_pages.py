@@ -73,7 +73,7 @@ METRICS = """
 |---|---|
 | `padfix/pad_fraction` | padding / tokens of the padded batches (with a token budget: of the sub-batches) |
 | `padfix/shared_fraction` | repeated prefix tokens / real tokens |
-| `padfix/filler_fraction` | filler / computed tokens (with `packed_multiple_of`) |
+| `padfix/filler_fraction` | filler / (computed tokens + filler) (with `packed_multiple_of`) |
 | `padfix/padded_forwards` | padded forwards; the log gives each reason once |
 | `padfix/auto_shared` | fraction of forwards that shared prefixes (with `prefix_sharing="auto"`) |
 | `perf/tokens_per_second` | real tokens per second of wall time, with data loading, optimizer and generation |

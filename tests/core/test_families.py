@@ -133,8 +133,9 @@ def counted(recorded: dict[str, Any]) -> str:
     found = [cell for outcomes in recorded.values() for cell in cells(outcomes).values()]
     figures = [cell.get(name, 0) for cell in found for name in ("logps", "gradients")]
     largest = f"The largest difference is {max(figures):.0e}."
-    same = "With it, the same." if shared == free else f"With it {shared}."
-    return f"{TEXT}\nWithout `prefix_sharing` {free}. {same} {largest}"
+    both = f"With and without `prefix_sharing`, {free}."
+    both = both if shared == free else f"Without `prefix_sharing` {free}, with it {shared}."
+    return f"{TEXT}\n{both} {largest}"
 
 
 class Part(NamedTuple):

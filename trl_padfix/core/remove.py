@@ -71,9 +71,9 @@ def remove_padding(
     A call without a mask is a pre-packed batch if `position_ids` restart within a row, or if it has `cu_seq_lens_q`.
     Its sequences are kept apart with any attention implementation, without a mask of shape `(T, T)`.
 
-    Generation, and calls with a cache or `use_cache=True`, run unchanged. Nothing is stored in the config or in
-    checkpoints of the model. The state of a call is local to the call: several models may share a config, and several
-    threads a model.
+    Generation, and calls with a cache, run unchanged; a call with `use_cache=True` and gradients warns. Nothing is
+    stored in the config or in checkpoints of the model. The state of a call is local to the call: several models may
+    share a config, and several threads a model.
 
     Args:
         model (`torch.nn.Module`):

@@ -156,7 +156,7 @@ class PaddingRemovalCallback(TrainerCallback):
         TypeError: When training begins, if the trainer's model contains no transformers model, or more than one.
         PaddingRemovalError: When training begins, for a model that cannot be packed, or that DeepSpeed or FSDP has
             wrapped already; with `torch_compile`.
-        ParityError: On the first batch, if packed and padded forwards differ.
+        ParityError: On the first batches, if packed results of a model are wrong.
 
     Example:
 

@@ -48,8 +48,8 @@ def check_parity(
 
     Scores must agree up to rounding and, with `gradients`, so must the gradient of their sum with respect to the
     embeddings; the longest row is compared with that row alone. If packed and padded differ by more, **each row
-    alone decides**: the report is `ok` if packed is right. [`Limits`] describes the method and its exceptions (images,
-    FSDP, DeepSpeed).
+    alone decides**: the report is `ok` if packed is right. With images, FSDP
+    or DeepSpeed, only packed and padded scores are compared.
 
     Dropout is off, and `.grad` stays unchanged. A model without padding removal is attached for the comparison.
 
@@ -61,7 +61,8 @@ def check_parity(
             `input_ids` and `attention_mask`, both of shape `(B, L)`; for a pre-packed batch `input_ids` and
             `position_ids` (and `cu_seq_lens_q`, if the batch has it). Other entries are for multimodal models only.
         prefix_sharing (`bool`, *optional*):
-            Mode for a model without padding removal. A model with padding removal is compared in its own mode.
+            Mode for a model without padding removal; `None` means `False`. A model with padding removal
+            is compared in its own mode.
         dtype (`torch.dtype`, *optional*):
             Precision that determines the tolerance. By default that of autocast (also within the model's forward, as
             after accelerate's `prepare`), else the decoder's dtype.

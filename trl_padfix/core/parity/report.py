@@ -12,7 +12,8 @@ __all__ = ["Distance", "ParityError", "ParityReport"]
 
 class ParityError(RuntimeError):
     """
-    The packed forward of a model differs from its padded forward; the message has the figures.
+    Packed results of a model are wrong: they differ from padded ones and from each row alone. The message has the
+    figures.
 
     Raised by a trainer on its first batches, and by [`ParityReport.raise_if_failed`].
 

@@ -63,7 +63,7 @@ class GRPOTrainer(OnlineTrainer, trl.GRPOTrainer):
 
     Raises:
         PaddingRemovalError: If padding cannot be removed from the model with exact results.
-        ParityError: On the first batch, if the packed and the padded forward differ.
+        ParityError: On the first batches, if packed results of a model are wrong.
         ValueError: For a missing `prompt` column.
 
     Example:
