@@ -146,6 +146,22 @@ def test_a_loss_that_reads_padding_runs_padded(equal, tmp_path, caplog):
         assert_same(trajectory(unchecked), trajectory(theirs), rtol=1e-3)
 
 
+class ReadsPaddingInEvaluation(ReadsPadding):
+    def compute_loss(self, model, *args, **kwargs):
+        return (Margins if model.training else ReadsPadding).compute_loss(self, model, *args, **kwargs)
+
+
+def test_a_loss_that_reads_padding_only_in_evaluation_runs_padded(tmp_path):
+    runs = [PaddingRemovalCallback(), PaddingRemovalCallback(parity_check=False)]
+    theirs, *ours = (
+        trajectory(train(tmp_path, ReadsPaddingInEvaluation, callbacks, eval_on_start=True)[0])
+        for callbacks in ([], *([callback] for callback in runs))
+    )
+    assert_same(ours[0], theirs)
+    with pytest.raises(AssertionError):  # the control
+        assert_same(ours[1], theirs, rtol=1e-3)
+
+
 class CountsZeros(ReadsPadding):
     """Other tokens at padding do not change this loss, and zeros there do."""
 

@@ -15,7 +15,7 @@ from .parallel.local import CONTEXT_PARALLEL
 __all__ = ["split_rows"]
 
 
-def split_rows(handle: PaddingRemoval, group: ProcessGroup | None = None) -> None:
+def split_rows(handle: PaddingRemoval, group: ProcessGroup | None = None) -> PaddingRemoval:
     """
     Let several processes compute one packed row, each its local tokens (context parallelism).
 
@@ -32,6 +32,9 @@ def split_rows(handle: PaddingRemoval, group: ProcessGroup | None = None) -> Non
         group (`torch.distributed.ProcessGroup`, *optional*):
             The processes. Defaults to all of them.
 
+    Returns:
+        [`PaddingRemoval`]: `handle`.
+
     Raises:
         ValueError: If there are fewer heads than processes. Calls raise it if processes have different batches.
         PaddingRemovalError: If a module of the model does not support context parallelism; the message names it.
@@ -39,8 +42,7 @@ def split_rows(handle: PaddingRemoval, group: ProcessGroup | None = None) -> Non
     Example:
 
     ```python
-    handle = remove_padding(model, prefix_sharing="auto")
-    split_rows(handle)  # under torchrun
+    handle = split_rows(remove_padding(model, prefix_sharing="auto"))  # under torchrun
     loss = model(**batch).loss  # the same batch on every process
     loss.backward()
     for p in model.parameters():
@@ -61,6 +63,7 @@ def split_rows(handle: PaddingRemoval, group: ProcessGroup | None = None) -> Non
             "processes."
         )
     handle.context_parallel = processes
+    return handle
 
 
 def _obstacle(handle: PaddingRemoval) -> str | None:

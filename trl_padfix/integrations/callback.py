@@ -97,7 +97,7 @@ class _Run:
     Attributes:
         trainer ([`~transformers.Trainer`]): The trainer, or [`_policy_alone`].
         prefix_sharing (`bool` or `"auto"`): Whether its models share prefixes.
-        schedule ([`ParitySchedule`]): The batches on which the loss is compared.
+        schedules (`dict`): The batches on which the loss is compared, by whether gradients are computed.
         phase (`str`): `ATTACHED` before the training, then `TRAINING`, and `STEPPED` after its first step.
         mode (`str`): `"eval"` within an evaluation, else `"train"`.
         why_padded (`str`): Why all steps are computed padded; empty if they are packed.
@@ -110,7 +110,7 @@ class _Run:
 
     trainer: Any
     prefix_sharing: PrefixSharing
-    schedule: ParitySchedule
+    schedules: dict[bool, ParitySchedule]
     phase: str = ATTACHED
     mode: str = "train"
     why_padded: str = ""
@@ -238,8 +238,9 @@ class PaddingRemovalCallback(TrainerCallback):
         with in_words(self.words):
             sharing = prefix_sharing_with_neftune(self.prefix_sharing, trainer.args)
         is_sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
-        schedule = ParitySchedule(trainer, self.parity_check and not is_sharded, needs_padding=True)
-        self.handles, self.reports, self._run = [], [], _Run(trainer, sharing, schedule)
+        is_checked = self.parity_check and not is_sharded
+        schedules = {grad: ParitySchedule(trainer, is_checked, needs_padding=True) for grad in (True, False)}
+        self.handles, self.reports, self._run = [], [], _Run(trainer, sharing, schedules)
         self._attach_to(models, self._run)
         if self.parity_check:
             recorded = first_call(trainer.model, self.handles[0])
@@ -274,7 +275,7 @@ class PaddingRemovalCallback(TrainerCallback):
         @wraps(compute)  # so that a user's function, which was set on the trainer, is still found
         def compute_loss(model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             with batch_cache():
-                if run.schedule.is_active and torch.is_grad_enabled():
+                if run.schedules[torch.is_grad_enabled()].is_active and not run.why_padded:
                     self._check_loss(run, inputs, lambda batch: compute(model, batch, *args, **kwargs))
                 reason = run.why_padded or why_padded(trainer, self.handles[0], inputs)
                 with entered(handle.padded(reason) for handle in self.handles if reason):
@@ -285,14 +286,15 @@ class PaddingRemovalCallback(TrainerCallback):
     def _check_loss(self, run: _Run, inputs: Any, compute: Callable[[Any], Any]) -> None:
         """Compute all steps padded if the loss reads padding."""
         trainer, given = run.trainer, inputs if isinstance(inputs, Mapping) else {}
+        schedule = run.schedules[torch.is_grad_enabled()]
         ids, mask = (getattr(given.get(name), "shape", None) for name in ("input_ids", "attention_mask"))
         if ids is None or mask not in (None, ids):
             logger.warning_once(NOT_COMPARED.format(type(trainer).__name__))
         padded = [inputs] if ids is not None and ids == mask and has_padding([inputs]) else []
-        if run.schedule.is_due(padded):
+        if schedule.is_due(padded):
             loss, other = (self._padded_loss(trainer, inputs, batches, compute) for batches in ([], padded))
             limit = Limits.of_step(lowest_dtype(trainer.model)).mean * max(abs(loss), 1.0)
-            if run.schedule.verdict(not abs(loss - other) > limit, loss == 0 or not padded) is False:
+            if schedule.verdict(not abs(loss - other) > limit, loss == 0 or not padded) is False:
                 run.why_padded = READS_PADDING
 
     def _padded_loss(self, trainer: Trainer, inputs: Any, refilled: list[Any], compute: Callable) -> float:
@@ -307,7 +309,8 @@ class PaddingRemovalCallback(TrainerCallback):
             stack.enter_context(saved_state(trainer))
             stack.enter_context(torch.no_grad())
             # A copy, because a loss may take entries out of its batch.
-            return float(compute(dict(inputs) if isinstance(inputs, dict) else type(inputs)(dict(inputs))))
+            found = compute(dict(inputs) if isinstance(inputs, dict) else type(inputs)(dict(inputs)))
+            return float(found[0] if isinstance(found, tuple) else found)  # an evaluation asks for outputs
 
     def remove(self) -> None:
         """Detach from the models, as the end of a training does. Needed after a training that raised an error."""
@@ -398,7 +401,7 @@ class PaddingRemovalCallback(TrainerCallback):
         if run.trainer.accelerator.is_local_main_process:
             removed = f"{stats.packed_tokens} of {stats.padded_tokens} tokens were computed"
             if stats.packed_tokens == stats.padded_tokens:
-                removed = f"no padding was removed, because the batch has none ({removed})"
+                removed = f"no padding was removed: the batch has none, or no `attention_mask` ({removed})"
             say(f"First step: {removed}.")
         if run.first_call is not None:  # still recording
             logger.warning(

@@ -233,10 +233,12 @@ class Parity(Part):
 
     def _print_reports(self, mode: str) -> None:
         """Print the training reports, which include gradients; evaluation reports only if nothing is trained."""
-        trainer, parity = self.trainer, self.trainer.padding.parity
-        is_told = mode == "train" or not (trainer.is_in_train or "train" in parity)
-        if mode in parity and is_told and not trainer.padding.is_dry_run:  # its table has them
-            print_reports(trainer, parity[mode])
+        padding = self.trainer.padding
+        if mode in padding.parity and self._is_told(mode) and not padding.is_dry_run:  # its table has them
+            print_reports(self.trainer, padding.parity[mode])
+
+    def _is_told(self, mode: str) -> bool:
+        return mode == "train" or not (self.trainer.is_in_train or "train" in self.trainer.padding.parity)
 
     # -- the trainer's step
 
@@ -259,15 +261,21 @@ class Parity(Part):
         begin = time.perf_counter()
         report = check_step(trainer, step, gradients=step.mode == "train" and torch.is_grad_enabled())
         if report is None:
-            if (name := custom_loss_name(trainer)) is not None:
+            name = custom_loss_name(trainer)
+            said = (
+                f"`{name or 'compute_loss'}` was not compared with its padded value: it does not run on a few rows of "
+                "a batch, or the batch has no `attention_mask`."
+            )
+            if name is not None:
                 logger.warning(
-                    f"`{name}` was not compared with its padded value: it does not run on a few rows of a batch, or "
-                    "the batch has no `attention_mask`. If it reads logits at padding, they are zero: mask them by "
-                    "`attention_mask`, or set `padding_free=False`."
+                    f"{said} If it reads logits at padding, they are zero: mask them by `attention_mask`, or set "
+                    "`padding_free=False`."
                 )
+            elif trainer.accelerator.is_local_main_process:
+                say(said)
             return None
         verdict = schedule.verdict(report.ok, report.is_zero)
-        if verdict and trainer.accelerator.is_local_main_process and step.mode == "train":
+        if verdict and trainer.accelerator.is_local_main_process and self._is_told(step.mode):
             untested = "; not tested on padding, because the batch has none" if schedule.is_active else ""
             say(f"parity ok, the trainer's own loss: {report}{untested}; {time.perf_counter() - begin:.1f} s")
         if verdict is not False:
