@@ -1,6 +1,8 @@
 """The parity check of a step: it sees what depends on padding in TRL's default precision, too, and leaves nothing."""
 
 import copy
+import gc
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 
@@ -196,6 +198,35 @@ def test_a_loss_that_was_not_compared_is_named(tmp_path, caplog):
 
     make(trl_padfix, "SFT", tmp_path, trainer_class=OfWholeBatches, padding_free=True).train()
     assert any("`OfWholeBatches.compute_loss` was not compared" in line for line in our_warnings(caplog))
+
+
+def test_a_loss_that_replaces_another_one_is_compared(tmp_path):
+    """As by `%autoreload`, between two trainings of one trainer."""
+
+    def reads_padding(model, inputs, return_outputs=False, num_items_in_batch=None):
+        return model(**of_model(inputs)).logits.logsumexp(-1).square().mean()
+
+    trainer = make(trl_padfix, "SFT", tmp_path, padding_free=True, max_steps=1)
+    trainer.train()
+    assert trainer.padding.why_padded is None
+    trainer.compute_loss = reads_padding
+    trainer.train()
+    assert "reads logits at padding" in trainer.padding.why_padded
+    del trainer.compute_loss
+    trainer.train()
+    assert trainer.padding.why_padded is None
+
+
+@pytest.mark.parametrize("kind", ["SFT", "DPO"])
+def test_a_trainer_is_freed_with_the_last_reference_to_it(kind, tmp_path):
+    trainer = make(trl_padfix, kind, tmp_path, padding_free=True, max_steps=1, max_tokens_per_batch=100)
+    trainer.train()
+    kept = weakref.ref(trainer)
+    gc.collect()
+    gc.disable()
+    del trainer
+    gc.enable()
+    assert kept() is None
 
 
 @pytest.mark.slow

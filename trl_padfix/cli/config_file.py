@@ -140,11 +140,15 @@ def check_given(method: str, given: Given) -> str | bool | None:
             raise ValueError(f"{places[name]}: run `pip install {package}`, which it needs.")
         if name in OPEN and str(value).startswith(("flash", "flex")) and is_on_cpu:
             raise ValueError(f"{places[name]}: {value!r} needs a GPU, and this run has none. Write 'sdpa'.")
+    is_free = str(values.get("padding_free")).lower() in BOOLEANS[:5] and "no_padding_free" not in values
+    for name in ("prefix_sharing", "max_tokens_per_batch", "packed_multiple_of"):
+        if not is_free and str(values.get(name)).lower() not in ("none", *BOOLEANS[5:]):
+            raise ValueError(
+                f"{places[name]}: it needs `padding_free: true`. Set both or neither (or TRL_PADFIX_OFF=1)."
+            )
     resume_from = _check_model(values, places)
-    if values.get("model_name_or_path") and values.get("tiny_model"):
-        raise ValueError("`tiny_model` builds a model and `model_name_or_path` loads one: give only one of them.")
-    if not (values.get("model_name_or_path") or values.get("tiny_model")):
-        raise ValueError("No model: set `--model_name_or_path` to a folder or a Hub id, or `--tiny_model tiny`.")
+    if bool(values.get("model_name_or_path")) == bool(values.get("tiny_model")):
+        raise ValueError("Set `--model_name_or_path` to a folder or a Hub id, or `--tiny_model tiny` (not both).")
     if method == "distillation" and not values.get("teacher_model_name_or_path"):
         raise ValueError("No teacher: set `--teacher_model_name_or_path` to a folder or a Hub id.")
     if "reward_funcs" in fields and not (values.get("reward_funcs") or values.get("reward_model_name_or_path")):
@@ -261,6 +265,7 @@ def _check_value(name: str, value: Any, place: str, types: set[str]) -> None:
         raise ValueError(f"{place} needs a value after it.")
     if types and not any(_is(value, name) for name in types) and value not in IN_YAML:
         listed = ", ".join(sorted(types - {"None"})).replace("', bool", "'")
+        listed += ", or a file" * (name == "accelerate_config")
         problem = f"choice: {value!r} (choose from {listed})" if "'" in listed else f"{listed} value: {value!r}"
         remedy = ' YAML takes `no` for false. Write "no" in quotes.' if value is False and "'no'" in types else ""
         remedy = f' Write "{value}" in quotes.' if not isinstance(value, list | dict) and "str" in types else remedy

@@ -62,10 +62,10 @@ def make_parser(method: str) -> TrlParser:
     parser.add_argument("--tiny_model", "--tiny-model", choices=("tiny", "small"), help=about)
     # Transformers makes `--no_FIELD` only for fields that are true. TRL has a copy of `string_to_bool`.
     taken = {flag for action in parser._actions for flag in action.option_strings}
-    for name in [action.dest for action in parser._actions if "string_to_bool" in str(action.type)]:
-        if f"--no_{name}" not in taken:
-            flags = f"--no_{name}", f"--no-{name.replace('_', '-')}"
-            parser.add_argument(*flags, dest=name, action="store_false", help=SUPPRESS)
+    booleans = {action.dest for action in parser._actions if "string_to_bool" in str(action.type)}
+    for name in sorted(n for n in booleans if f"--no_{n}" not in taken):
+        flags = f"--no_{name}", f"--no-{name.replace('_', '-')}"
+        parser.add_argument(*flags, dest=name, action="store_false", help=SUPPRESS)
     ours = [c for c in config.__mro__ if c.__module__.startswith("trl_padfix.")]
     names = {field.name for c in ours if not issubclass(c, TrainingArguments) for field in fields(c)}
     # argparse cannot move an action to another group: the lists that `--help` prints are changed.

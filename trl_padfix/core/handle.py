@@ -316,6 +316,9 @@ class PaddingRemoval(Attachment):
         if self.is_detached:
             self.remove()
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({type(self.decoder).__name__}, {self.state}, {self.stats})"
+
     def __getstate__(self) -> dict[str, Any]:
         # A copy of the model has no graph to recompute.
         state = "copied" if self.state in ("attached", "in use") else self.state

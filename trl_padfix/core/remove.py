@@ -30,7 +30,7 @@ from .anatomy import (
     set_attention,
 )
 from .attention.attention import register_packed_attention
-from .errors import PaddingRemovalError
+from .errors import PaddingRemovalError, require
 from .handle import Lengths, PaddingRemoval, PrefixSharing, check_multiple, check_prefix_sharing
 from .model.inspection import parameters_of, runs_another, takes
 from .model.patching import PLACES, Attachment, ForwardPatch, RunnerPatch, patches_on
@@ -127,6 +127,8 @@ def remove_padding(
     """
     check_prefix_sharing(prefix_sharing)
     check_multiple(packed_multiple_of)
+    require(nn.Module, model=model)
+    forget_original(model)
     anatomy = Anatomy.of(model)
     attached = attachments_on(anatomy.decoder)
     if any(isinstance(a, PaddingRemoval) and a.state in ("attached", "in use") for a in attached):

@@ -262,7 +262,7 @@ class PaddingFreeMixin:
         """A block in which TRL makes a data loader: every training and evaluation begins with one."""
         given, now = vars(self.padding.settings), vars(Settings.of(self.args, **self.fixed_settings))
         if late := [f"`{name}={now[name]}`" for name in given if now[name] != given[name]]:
-            raise ValueError(f"Make a new trainer: by its configuration or {OFF}, it would have {', '.join(late)}.")
+            raise ValueError(f"Changed after this trainer was made (or by {OFF}): {', '.join(late)}. Make a new one.")
         with self.padding.in_use():
             self._follow_models()  # after `model_init`; data loaders read the handle of the model
             if is_training and self.padding.settings.changed:

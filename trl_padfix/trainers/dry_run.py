@@ -79,7 +79,7 @@ def dry_run(trainer: PaddingFreeTrainer) -> bool:
         ):
             _compute_first_batch(trainer)
             counts = copy(trainer.padding.stats)
-            if _evaluates(trainer):
+            if trainer.eval_dataset is not None and trainer.args.eval_strategy != "no":
                 with _stopping(trainer, "prediction_step"):
                     trainer.evaluate()
     except ParityError as error:
@@ -102,10 +102,6 @@ def _compute_first_batch(trainer: PaddingFreeTrainer) -> None:
         _stopping(trainer, "training_step"),
     ):
         trainer.train()
-
-
-def _evaluates(trainer: PaddingFreeTrainer) -> bool:
-    return trainer.eval_dataset is not None and trainer.args.eval_strategy != "no"
 
 
 @contextlib.contextmanager

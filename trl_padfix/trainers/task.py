@@ -7,8 +7,9 @@ A user of the package may subclass [`Task`] for [`padding_free_trainer`].
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from transformers import TrainingArguments
@@ -20,10 +21,21 @@ if TYPE_CHECKING:
     from .parts.part import PaddingFreeTrainer
 
 
-__all__ = ["PairTask", "Task"]
+__all__ = ["OfTrainer", "PairTask", "Task"]
 
 
-class Task:
+class OfTrainer:
+    """An object of a trainer that does not keep it alive: `del trainer` frees its memory at once."""
+
+    def __init__(self, trainer: PaddingFreeTrainer):
+        self._trainer = weakref.ref(trainer)
+
+    @property
+    def trainer(self) -> PaddingFreeTrainer:
+        return cast("PaddingFreeTrainer", self._trainer())
+
+
+class Task(OfTrainer):
     """The default task, for any trainer; a subclass overrides what differs."""
 
     # Batches
@@ -47,9 +59,6 @@ class Task:
 
     min_max_metrics: ClassVar[dict[str, Callable]] = {}
     """Metrics that are a minimum or maximum over rows instead of a mean, with `torch.min` or `torch.max`."""
-
-    def __init__(self, trainer: PaddingFreeTrainer):
-        self.trainer = trainer
 
     # -- checks
 

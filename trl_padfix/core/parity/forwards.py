@@ -262,11 +262,7 @@ def with_gradient(
     with model.get_input_embeddings().register_forward_hook(keep, with_kwargs=True), torch.enable_grad():
         scores = score()
         if not embedded:
-            raise PaddingRemovalError(
-                f"`{type(model).__name__}.forward` runs another model. A deep copy of a model that TRL has trained "
-                "keeps a `forward` of the original, also without this package. Delete it: `for m in model.modules(): "
-                "vars(m).pop('forward', None)`."
-            )
+            raise PaddingRemovalError(f"`{type(model).__name__}.forward` does not run its own embedding.")
         # A dry run of the decoder calls its embedding too, and its output is not used.
         gradients = torch.autograd.grad(
             scores.sum(), [leaf for _, leaf in embedded], allow_unused=True, materialize_grads=True

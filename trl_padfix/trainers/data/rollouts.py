@@ -161,7 +161,8 @@ def _token_ids(
                 raise ValueError(
                     f"The chat template does not render the first {begin} messages of row {number} (counted from 0) "
                     "as the beginning of those that follow: it changes earlier turns, so that a rollout is not one "
-                    "sequence. Train on a row for each turn: `expand_turns`."
+                    "sequence. For GRPO, use a template that keeps them, such as `trl.chat_template_utils."
+                    "get_training_chat_template(tokenizer)`. For SFT, set `expand_turns=True`."
                 )
             # Tokenized by turn, as generation does it: a token never spans the border of a turn.
             ids, eos = tokenizer(text[len(previous) :], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id

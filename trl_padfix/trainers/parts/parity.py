@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,9 +47,9 @@ READS_PADDING = (
     "your loss reads; with left padding that includes the label of a row's first token"
 )
 MIXES_ROWS = (
-    "a loss that changes without padding, whatever stands there: it or the model mixes rows, or your loss reads what "
-    "layers keep. If you set `max_tokens_per_batch` (some rows at a time) or `prefix_sharing` (shared tokens once), "
-    "leave it out"
+    "a loss that changes without padding. If it reads logits at padding, mask them by `attention_mask`. If it or the "
+    "model mixes rows, or it reads what layers keep, leave out `max_tokens_per_batch` (some rows at a time) and "
+    "`prefix_sharing` (shared tokens once)"
 )
 
 NOT_COMPARED = (
@@ -115,12 +117,16 @@ class Parity(Part):
         self.trainer.padding.parity.clear()
         self.trainer.padding.why_padded = None
         self._has_run_user_step = False
-        self._schedules = {m: ParitySchedule(self.trainer, self.settings.parity_check) for m in ("train", "eval")}
+        self._loss_code = self._code_of_loss()
+        trainer = weakref.proxy(self.trainer)
+        self._schedules = {m: ParitySchedule(trainer, self.settings.parity_check) for m in ("train", "eval")}
         self._first_steps: dict[str, int] = {}  # of each mode
 
     @contextlib.contextmanager
     def around_step(self, step: Step) -> Iterator[None]:
         failed = None
+        if self._code_of_loss() != self._loss_code:  # a notebook has replaced it between two trainings
+            self.attach_to_models()
         if not self._first_steps:  # a user adds hooks between `__init__` and `train`
             for handle in self.trainer.padding.handles:
                 handle.accept_hooks()
@@ -136,6 +142,11 @@ class Parity(Part):
             raise_on_all(failed)
         elif failed is not None:
             raise failed
+
+    def _code_of_loss(self) -> list[Any]:
+        """The code of the functions that compute the loss, which `%autoreload` replaces within them."""
+        functions = [inspect.unwrap(self.trainer.compute_loss), vars(self.trainer).get("compute_loss_func")]
+        return [getattr(function, "__code__", function) for function in functions]
 
     # -- the models
 
@@ -262,17 +273,12 @@ class Parity(Part):
         report = check_step(trainer, step, gradients=step.mode == "train" and torch.is_grad_enabled())
         if report is None:
             name = custom_loss_name(trainer)
-            said = (
-                f"`{name or 'compute_loss'}` was not compared with its padded value: it does not run on a few rows of "
-                "a batch, or the batch has no `attention_mask`."
-            )
-            if name is not None:
-                logger.warning(
-                    f"{said} If it reads logits at padding, they are zero: mask them by `attention_mask`, or set "
-                    "`padding_free=False`."
+            if trainer.accelerator.is_local_main_process:
+                (say if name is None else logger.warning)(
+                    f"`{name or 'compute_loss'}` was not compared with its padded value: it does not run on a few "
+                    "rows of a batch, or the batch has no `attention_mask`. If it reads logits at padding, they are "
+                    "zero: mask them by `attention_mask`, or set `padding_free=False`."
                 )
-            elif trainer.accelerator.is_local_main_process:
-                say(said)
             return None
         verdict = schedule.verdict(report.ok, report.is_zero)
         if verdict and trainer.accelerator.is_local_main_process and self._is_told(step.mode):

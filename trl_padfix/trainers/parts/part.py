@@ -23,7 +23,7 @@ from ...core.model.patching import Attachment
 from ...core.parity.report import ParityReport
 from ...core.remove import attachments_on
 from ..settings import Settings
-from ..task import Task
+from ..task import OfTrainer, Task
 
 
 if TYPE_CHECKING:
@@ -194,7 +194,7 @@ class PaddingFreeTrainer(Trainer):
     padding: Padding
 
 
-class Part:
+class Part(OfTrainer):
     """
     One feature of a trainer; override the hooks that it needs.
 
@@ -202,7 +202,7 @@ class Part:
     """
 
     def __init__(self, trainer: PaddingFreeTrainer):
-        self.trainer = trainer
+        super().__init__(trainer)
         self.settings: Settings = trainer.padding.settings
 
     def check(self, config: TrainingArguments | None, init_kwargs: dict[str, Any]) -> None:
