@@ -80,9 +80,9 @@ METRICS = """
 
 The fractions cover only packed forwards. In evaluation, each name begins with `eval_`.
 
-**Moved completions**: in GRPO, RLOO and distillation with gradient accumulation and without a token budget,
-`prefix_sharing` also moves completions of one prompt into the same micro-batch. The step stays the same, but means
-over batches (`entropy`, `kl`, `clip_ratio`) differ from TRL's.
+**Moved completions**: with gradient accumulation and without a token budget, `prefix_sharing` moves completions of one
+prompt into the same micro-batch (GRPO, RLOO, distillation). The step stays the same, but means over batches
+(`entropy`, `kl`, `clip_ratio`) differ from TRL's.
 
 ## Flags and environment
 
@@ -92,7 +92,7 @@ over batches (`entropy`, `kl`, `clip_ratio`) differ from TRL's.
 | `trl-padfix doctor` | shows what runs here (or `--json`); exits with status 1 if `--model` or `--attn` cannot run |
 | `--dry_run` | [checks the first batch](numbers.md#in-your-run) without training |
 | `--dataset_name`, `datasets` | [your data](../recipes/README.md) |
-| `--padding_free false` | switches a field of a YAML off |
+| `--prefix_sharing false` | switches a field of a YAML off |
 | `--tiny_model tiny` or `small` | trains a random Qwen2 |
 | `--resume_from_checkpoint` | takes `latest` or a folder ([resume](../recipes/README.md#resume)) |
 | `--accelerate_config` | takes a file, or a name of TRL's; flags of `accelerate launch` work too, also in YAML |
