@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,6 +22,10 @@ CACHE = "cache" if "cache" in inspect.signature(Qwen2Model.forward).parameters e
 def has_cache(kwargs: dict[str, Any]) -> bool:
     """Whether a decoder or a layer was called to continue cached tokens, as in generation."""
     return kwargs.get(CACHE) is not None
+
+
+class StandIn(SimpleNamespace):
+    """In place of a trainer. A part refers to its trainer weakly, so that a test has to keep it."""
 
 
 class EnteredTokens(list[int]):

@@ -32,8 +32,8 @@ LISTED = {
     # `trainer.padding`; the arguments by name, so that a trainer says where an unknown one belongs.
     "PaddingFreeMixin.__init__", "SFTTrainer.__init__", "arguments_by_name",
     "PaddingFreeMixin._init_owners", "Padding.__init__",
-    "Task.__init__", "entered", "PaddingSide.__init__", "PaddingSide.acts", "PaddingSide._padding_side",
-    "Task.knows", "tokenizer_of", "Part.__init__", "Part.check", "Part.around_init",
+    "OfTrainer.__init__", "OfTrainer.trainer", "entered", "PaddingSide.__init__", "PaddingSide.acts",
+    "PaddingSide._padding_side", "Task.knows", "tokenizer_of", "Part.__init__", "Part.check", "Part.around_init",
     # What an earlier trainer has attached to the model is detached.
     "PaddingFreeMixin._attach", "PaddingFreeMixin._attach_to_models", "PaddingFreeMixin._follow_models", "take_over",
     "patches_on", "_places_on", "models_of", "named_models_of", "PaddingFreeMixin._loading",

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import ParallelismConfig, PartialState
+from kit.observe import StandIn
 from zoo.models import build
 
 from trl_padfix import PaddingRemovalError, remove_padding
@@ -27,7 +28,7 @@ def part(
     padding.task = SimpleNamespace(generates_rows=generates)
     padding.handles = [remove_padding(build("qwen2"))]
     mesh = {"cp": SimpleNamespace(get_group=lambda: None)}
-    trainer = SimpleNamespace(
+    trainer = StandIn(
         padding=padding,
         args=SimpleNamespace(torch_compile=False),
         is_deepspeed_enabled=deepspeed,
@@ -38,7 +39,8 @@ def part(
         ),
     )
     vars(trainer).update(own or {})
-    return ContextParallel(trainer)
+    vars(made := ContextParallel(trainer)).update(kept=trainer)
+    return made
 
 
 @pytest.fixture
@@ -71,10 +73,6 @@ def test_what_splits_steps_by_processes_is_refused(two_processes):
         assert [handle.context_parallel for handle in split.trainer.padding.handles] == [None]
 
 
-class Trainer:
-    """Its class has this module, where a user's has accelerate's functions."""
-
-
 class Accelerator:
     num_processes, process_index, device = 4, 3, "cpu"
 
@@ -89,9 +87,7 @@ class Accelerator:
 def test_what_a_user_gathers_holds_the_rows_of_a_group_once():
     """Also by a `gather` set on the accelerator itself, within blocks of ours, and where metrics stay local."""
     split, accelerator, seen = part(), Accelerator(), []
-    split.trainer, split.group = Trainer(), Group(None, 1, 2)
-    trainer: Any = split.trainer
-    trainer.accelerator = accelerator
+    split.group, split.trainer.accelerator = Group(None, 1, 2), accelerator
     rows = torch.tensor([[1.0], [2.0]])
 
     def users(x: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.observe import StandIn
 from torch.utils.data import IterableDataset
 
 from trl_padfix.trainers.metrics.exact_eval_means import ExactMeans, drop_duplicate_rows
@@ -44,7 +45,7 @@ def build_accelerator(process: int = 0, processes: int = 1, remainder: int = -1,
 
 
 def build_part(accelerator: Any = None, exact: bool = True, **attributes: Any) -> ExactMeans:
-    trainer = SimpleNamespace(
+    trainer = StandIn(
         accelerator=accelerator or build_accelerator(),
         padding=SimpleNamespace(settings=Settings(exact_eval_means=exact), task=Task()),
         _metrics={"eval": {}},
@@ -54,7 +55,8 @@ def build_part(accelerator: Any = None, exact: bool = True, **attributes: Any) -
         eval_dataset=None,
     )
     vars(trainer).update(attributes)
-    return ExactMeans(trainer)
+    vars(made := ExactMeans(trainer)).update(kept=trainer)
+    return made
 
 
 def run_step(
