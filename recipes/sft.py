@@ -11,8 +11,6 @@ A real one (any flag of TRL's `trl sft`, and ours):
         --model_name_or_path Qwen/Qwen2.5-0.5B \
         --dataset_name trl-lib/Capybara \
         --padding_free true --per_device_train_batch_size 16 --learning_rate 2e-5 --output_dir runs/qwen-sft
-
-It also takes preference pairs, and trains on the chosen completions.
 """
 
 import sys
