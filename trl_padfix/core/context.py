@@ -12,15 +12,10 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.utils.checkpoint import checkpoint
-
-
-if TYPE_CHECKING:
-    from .call.batch_cache import BatchCache, PlannedLayout
-    from .call.calls import LayerCall, ModelCall, PackedCall, RowsCall
 
 
 __all__ = [
@@ -42,16 +37,17 @@ class ForwardRunner(Protocol):
 @dataclass(frozen=True)
 class Context:
     """
-    The running calls, and the settings that hold for them. A field is `None` while no such call runs.
+    The running calls, and the settings that hold for them. A field is `None` while no such call runs; a function next
+    to the class of its values reads it.
     """
 
-    model: ModelCall | None = None  # call of a model that padding is removed from
-    packed: PackedCall | None = None  # packed forward of its decoder
-    rows: RowsCall | None = None  # forward of a decoder over padded rows, for a dry run
-    layer: LayerCall | None = None  # call of a layer within a packed forward
+    model: Any = None  # call of a model that padding is removed from
+    packed: Any = None  # packed forward of its decoder
+    rows: Any = None  # forward of a decoder over padded rows, for a dry run
+    layer: Any = None  # call of a layer within a packed forward
     checkpoint: object = None  # state of checkpoints where the packed forward began, or was restored
-    batch_cache: BatchCache | None = None  # what the forwards of a loss have read from their tensors
-    planned: PlannedLayout | None = None  # a batch, and the layout that its step has planned for it
+    batch_cache: Any = None  # what the forwards of a loss have read from their tensors
+    planned: Any = None  # a batch, and the layout that its step has planned for it
     runner: ForwardRunner | None = None  # computes forwards of models in parts
     own_checkpoint: bool = False  # whether the checkpoint around a forward is one of this package
     disabled: frozenset[object] = frozenset()  # attachments that are switched off

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -15,10 +15,7 @@ from transformers import Trainer
 from ..core.context import temporarily_set
 from ..core.errors import PaddingRemovalError
 from ..core.model.views import config_of
-
-
-if TYPE_CHECKING:
-    from .parts.part import PaddingFreeTrainer
+from .protocols import PaddingFreeTrainer
 
 
 __all__ = [

@@ -9,16 +9,13 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from transformers import TrainingArguments
 
 from .checks.user_code import why_padded
-
-
-if TYPE_CHECKING:
-    from .parts.part import PaddingFreeTrainer
+from .protocols import PaddingFreeTrainer
 
 
 __all__ = ["OfTrainer", "PairTask", "Task"]

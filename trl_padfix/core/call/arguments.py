@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
@@ -20,10 +20,6 @@ from ..model.older import CACHES
 from ..model.positions import Numbering, packed_positions
 from .calls import CALL, LocalTokens, ModelCall
 from .prepared_masks import PreparedMasks, plain_mask
-
-
-if TYPE_CHECKING:
-    from ..handle import PaddingRemoval
 
 
 __all__ = [
@@ -85,7 +81,7 @@ class DecoderInputs:
 
     @classmethod
     def read(
-        cls, call: dict[str, Any], handle: PaddingRemoval, outer: ModelCall | None = None, is_causal: bool = True
+        cls, call: dict[str, Any], handle: Any, outer: ModelCall | None = None, is_causal: bool = True
     ) -> DecoderInputs:
         """
         Read a decoder call.

@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import wraps
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,10 +25,7 @@ from ...core.model.changes import is_harmless
 from ...core.model.inspection import TRUSTED_GRADIENT_HOOKS, is_of, module_of, name_of
 from ...core.patches.heads import SCORED_FROM_PADDING
 from ..data.batch_rows import scores_padding
-
-
-if TYPE_CHECKING:
-    from ..parts.part import PaddingFreeTrainer
+from ..protocols import PaddingFreeTrainer
 
 
 __all__ = [

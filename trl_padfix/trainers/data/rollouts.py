@@ -24,7 +24,7 @@ from .turns import turns_of
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-    from ..parts.part import PaddingFreeTrainer
+    from ..protocols import PaddingFreeTrainer
 
 
 __all__ = ["RecordedRollouts"]

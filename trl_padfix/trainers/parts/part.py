@@ -11,23 +11,20 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from datasets import Dataset, IterableDataset
-from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers import PreTrainedModel, TrainingArguments
 
 from ...core.anatomy import find_decoder, outermost_pretrained
 from ...core.handle import PaddingRemoval, PaddingStats
 from ...core.model.patching import Attachment
 from ...core.parity.report import ParityReport
 from ...core.remove import attachments_on
+from ..protocols import PaddingFreeTrainer
 from ..settings import Settings
 from ..task import OfTrainer, Task
-
-
-if TYPE_CHECKING:
-    from ..batching.token_budget import TokenBudget
 
 
 __all__ = ["Evaluation", "Padding", "PaddingFreeTrainer", "Part", "Step", "entered"]
@@ -120,7 +117,7 @@ class Padding:
         self.parity: dict[str, list[ParityReport]] = {}
         self.task: Task
         self.parts: tuple[Part, ...] = ()
-        self.budget: TokenBudget | None = None
+        self.budget: Any = None  # `TokenBudget`
         self.is_attached = False
         self.is_restored = False
         self.blocks = 0  # open blocks of `in_use`, which nest
@@ -185,13 +182,6 @@ class Padding:
         self.undo.close()
         for part in self.parts:
             part.restore()
-
-
-class PaddingFreeTrainer(Trainer):
-    """A trainer as tasks and parts use it: TRL's class with `PaddingFreeMixin`, or a test's stand-in."""
-
-    accelerator: Any  # many attributes are optional: only the parallelism that needs them sets them
-    padding: Padding
 
 
 class Part(OfTrainer):
