@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, model_validator
 from transformers import Trainer
 
 from ..versions import require_stack
@@ -19,6 +18,7 @@ from .callback import PACKS, callback_from, settings_in
 require_stack("axolotl")
 
 from axolotl.integrations.base import BasePlugin  # noqa: E402
+from pydantic import BaseModel, model_validator  # noqa: E402
 
 
 __all__ = ["PaddingRemovalArgs", "PaddingRemovalPlugin"]
