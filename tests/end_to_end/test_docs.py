@@ -81,8 +81,8 @@ def test_the_api_page_has_every_public_name():
 
 
 def test_the_api_page_has_the_arguments_of_our_functions():
-    block = re.search(r"```text\n(.*?)```", (DOCS / "api.md").read_text(), re.DOTALL)[1]
-    for line in block.splitlines():
+    blocks = re.findall(r"^```text\n(.*?)^```", (DOCS / "api.md").read_text(), re.DOTALL | re.MULTILINE)
+    for line in "".join(blocks).splitlines():
         name, arguments = re.match(r"(\w+)\((.*?)\)(?:  #|$)", line).groups()
         signature = inspect.signature(getattr(trl_padfix, name), eval_str=False)
         plain = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
