@@ -46,7 +46,7 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
             prompt tuning and p-tuning.
         parity_check (`bool`, *optional*, defaults to `True`):
             Compare a few rows with and without padding in the first steps. If the model's packed results are wrong,
-            the run stops. If only your loss reads padding, it continues padded and warns. Disable it to measure
+            the run stops. If only your loss reads padding, it warns and continues padded. Disable it to measure
             time, or if your loss must not be called more than once a step.
         strict (`bool`, *optional*, defaults to `False`):
             Raise an error if a forward cannot be packed, or if the loss depends on padding. By default such forwards
@@ -73,9 +73,9 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
             Put rows with long shared prefixes into the same batch, for example the turns of a conversation. Needs
             `prefix_sharing`. Raises an error with streams, images, `packing` and `group_by_length`.
         exact_eval_means (`bool`, *optional*, defaults to `False`):
-            Average evaluation metrics over the whole set: over pairs (DPO; `logits/*`, `entropy` and
-            `mean_token_accuracy` over tokens), or over trained tokens (SFT). By default they are means of batch
-            means, as in TRL. Does not affect the DPO loss with `loss_type="sft"`.
+            Average evaluation metrics over the whole set: in DPO over pairs (`logits/*`, `entropy` and
+            `mean_token_accuracy` over tokens), in SFT over trained tokens. By default they are means of batch means,
+            as in TRL. Does not affect the DPO loss with `loss_type="sft"`.
         **kwargs:
             All fields of [`~trl.DPOConfig`].
 
