@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from uuid import uuid4
 
 
-__all__ = ["DATA_FILES", "refuse_missing", "write_whole_folder"]
+__all__ = ["DATA_FILES", "MODEL_FILES", "refuse_missing", "write_whole_folder"]
 
 DATA_FILES = {f".{name}": name for name in ("arrow", "csv", "json", "parquet")} | {".gz": "json", ".jsonl": "json"}
 """Builders of `datasets`, by the endings of data files. `save_to_disk` writes .arrow files."""
 
 
-def refuse_missing(name: str, place: str, in_cache: bool = False) -> None:
+MODEL_FILES = ("config.json", "adapter_config.json")
+"""Files of which the folder of a model holds one."""
+
+
+def refuse_missing(name: str, place: str, in_cache: bool = False, holds: tuple[str, ...] = ()) -> None:
     """
     Refuse a name that is a path, and not the id of a Hub repository, if there is nothing at this path.
 
-    With `in_cache` also a model that is not in the cache of the Hub, if the Hub is offline.
+    With `in_cache` also a model that is not in the cache of the Hub, if the Hub is offline; with `holds` also a folder
+    without any of these files.
 
     Raises:
         FileNotFoundError: With the place in which the user has written the name.
@@ -32,6 +38,8 @@ def refuse_missing(name: str, place: str, in_cache: bool = False) -> None:
         raise FileNotFoundError(f"{nothing}. Correct the path, or first run what writes it.")
     if path.is_file() and (in_cache or path.suffix not in DATA_FILES):
         raise ValueError(f"{place}: {name!r} is a file of a type that is not read. Name a folder, or data as .jsonl.")
+    if path.is_dir() and not any((path / file).exists() for file in holds or os.listdir(path)):
+        raise ValueError(f"{place}: the folder {name!r} has no {' or '.join(holds) or 'file'}. Name another folder.")
     cached = Path(HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
     if in_cache and HF_HUB_OFFLINE and not path.exists() and not cached.exists():
         raise FileNotFoundError(

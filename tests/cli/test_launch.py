@@ -179,7 +179,7 @@ def test_help_shows_our_fields_first_and_all_of_trls(method):
     assert "--learning_rate" not in words
     text = " ".join(ours.split())
     assert "Skip padding: the decoder receives one row" in text  # as its docstring says
-    assert "--no-parity-check Skip the parity check." in text
+    assert "--strict [true|false] Raise an error if a forward cannot be packed" in text
     assert "or 'auto'" in text
     assert not re.search(r"^  --padding_free", theirs, re.MULTILINE)
     all_fields = {action.dest for action in make_parser(method)._actions}
@@ -229,7 +229,7 @@ def test_data_of_another_kind_are_refused_before_the_model_is_loaded(method, tmp
     given = ["--model_name_or_path", str(tmp_path / "model"), "--dataset_name", str(tmp_path / "data")]
     given += ["--use_cpu", "true", "--bf16", "false", "--output_dir", str(tmp_path / "run"), "--dry_run"]
     given += ["--reward_funcs", "accuracy_reward"] if method in ("grpo", "rloo") else []
-    needed = {"prompt", "completion", "label"} if method == "kto" else {"prompt", "chosen", "rejected", "text"}
+    needed = {"prompt", "solution"} | ({"completion", "label"} if method == "kto" else {"chosen", "rejected", "text"})
     name = "text" if method == "sft" else "prompt"
     cases = [(["words"], "dataset has no column '.*it has .'words'."), (needed, "model"), (needed, f"no '{name}': {{")]
     for columns, message in cases:

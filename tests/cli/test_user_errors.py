@@ -10,7 +10,7 @@ from kit.commands import trl_padfix_command
 from safetensors import safe_open
 
 from trl_padfix.cli import user_errors
-from trl_padfix.cli.config_file import PACKAGES, _types
+from trl_padfix.cli.config_file import PACKAGES, _types, check_given, read_given
 
 
 CPU = ["--use_cpu", "true", "--bf16", "false", "--report_to", "none"]
@@ -52,7 +52,7 @@ CASES = [
     (["dpo", *CPU, "--max_length", "None"], "invalid int value: 'None'. Write `null`"),
     (["kto", *CPU, "--tiny_model", "tiny"], "No dataset: set"),
     (["dpo", *RUN, "--tiny_model", "tiny"], "(not both)"),
-    (["dpo", *CPU, "--model_name_or_path", "with_an_empty_file"], "'with_an_empty_file' is not a model"),
+    (["dpo", *CPU, "--model_name_or_path", "hollow"], "the folder 'hollow' has no config.json or adapter_config"),
     (["dpo", *CPU, "--resume_from_checkpoint", "nowhere"], "'nowhere' is no checkpoint. Checkpoints: none in"),
     (["dpo", *CPU, "--resume_from_checkpoint", "latest"], "there is no complete checkpoint in 'trainer_output'"),
     (["dpo", *RUN, "--resume_from_checkpoint", "--seed", "1"], "--resume_from_checkpoint needs a value"),
@@ -72,7 +72,7 @@ EARLY = [
     (["dpo", *RUN, "--config", "no_folder.yaml"], "line 1: datasets, entry 1: there is no file or folder './x' here"),
     (["dpo", *RUN, "--config", "empty.yaml"], "line 2: beta: invalid float value: None. Write a value, or"),
     (["dpo", *RUN, "--gradient_accumulation_steps", "-1"], "_steps: it must be at least 1, got -1"),
-    (["dpo", *RUN, "--prefix_sharing"], "--prefix_sharing: it needs `padding_free: true`. Set both or neither ("),
+    (["dpo", *RUN, "--prefix_sharing"], "--prefix_sharing: it needs `padding_free: true`. Set both, or neither."),
     (["dpo", *RUN, "--prefix_sharing", "maybe"], "invalid choice: 'maybe' (choose from 'auto', 'false', 'true')"),
     (["sft", *TEXTS, "--config", "cosin.yaml"], "line 1: lr_scheduler_type: invalid choice: 'cosin' (choose from 'co"),
     (["sft", *TEXTS, "--config", "no.yaml"], "'no', 'steps'). YAML takes `no` for false. Write \"no\" in quotes"),
@@ -116,8 +116,8 @@ EARLY = [
     (["dpo", *RUN, "--run_name", "my", "run"], "--run_name: invalid text value: ['my', 'run']."),
     (["dpo", *RUN, "--seed", "-1"], "--seed: it must be at least 0, got -1."),
     (["dpo", *RUN, "--lr", "1e-5"], "--lr (it is `learning_rate` now)"),
-    (["dpo", *RUN, "—padding_free"], "--dataset_name: invalid str value: ['pairs_folder', '—padding_free']."),
-    (["dpo", *RUN, "--model_init_kwargs", "7"], "--model_init_kwargs: invalid mapping: '7'. Write `{NAME: VALUE}`."),
+    (["dpo", *RUN, "—padding_free"], "invalid str value: ['pairs_folder', '—padding_free']. Write one value. A flag"),
+    (["dpo", *RUN, "--model_init_kwargs", "7"], "_kwargs: invalid dict value: '7'. Write {\"NAME\": VALUE}; in a sh"),
     (["dpo", *RUN, "--use_liger_kernel"], "--use_liger_kernel: run `pip install no_kernel`, which it needs."),
     (["dpo", *MODEL, "--dataset_name", "disk"], "write `datasets: [{path: arrow, data_files: disk/*.arrow}]`"),
     (["distillation", *PROMPTS], "No teacher: set `--teacher_model_name_or_path`"),
@@ -126,6 +126,20 @@ EARLY = [
     (["grpo", *PROMPTS, "--reward_funcs", "cut.a,cut.b"], "there is no module 'cut.a,cut' here"),
     (["ORPO", *RUN], "No command 'orpo'. In Python: `from trl_padfix.experimental.orpo import ORPOTrainer`."),
     (["dpo", *RUN, "--config_file", "list.yaml"], "list.yaml is not a mapping of fields to values"),
+    (["dpo", *RUN, "--config_file", "typo.yaml"], "typo.yaml, line 2: num_proces (did you mean `num_processes`?)"),
+    (["dpo", *RUN, "--accelerate_config", "./kind.yaml"], "distributed_type: invalid choice: 'MULTI_GPUU' (choose"),
+    (["dpo", *RUN, "--loss_type", "hingee"], "--loss_type: invalid choice: 'hingee' (choose from 'aot', 'aot_unpair"),
+    (["dpo", *RUN, "--config", "loss.yaml"], "loss.yaml, line 1: loss_type: invalid choice: 'sigmod' (choose from '"),
+    (["grpo", *PROMPTS, "--loss_type", "gspo"], "--loss_type: invalid choice: 'gspo' (choose from 'bnpo', 'cispo', '"),
+    (["dpo", *RUN, "--learning_rate", "-1e-5"], "--learning_rate: it must be at least 0, got -1e-5."),
+    (["dpo", *RUN, "--num_train_epochs=0"], "--num_train_epochs: it must be above 0, got 0."),
+    (["dpo", *RUN, "--lora_r", "8"], "--lora_r: it has no effect without `use_peft: true`. Set both, or neither."),
+    (["grpo", *PROMPTS, "--padding_free", "--max_tokens_per_batch=8", "--max_completion_length=9"], "length` (9)"),
+    (["dpo", *RUN, "--lr_scheduler_kwargs", '{"a": 1'], "--lr_scheduler_kwargs: invalid dict value: '{\"a\": 1'."),
+    (["dpo", *RUN, "--test_split_size=.1", "--eval_strategy=epoch"], "(`test_split_size` acts only with `datasets`)"),
+    (["stats", "good.jsonl", "--tokenizer", "hollow"], "--tokenizer: the folder 'hollow' has no tokenizer.json or"),
+    (stats("hollow"), "DATA: the folder 'hollow' has no file. Name another folder."),
+    (["doctor", "--model", "hollow"], "--model: the folder 'hollow' has no config.json. Name another folder."),
 ]
 """Mistakes that are said before anything that takes seconds is imported."""
 
@@ -169,8 +183,10 @@ def material(tmp_path_factory) -> Path:
         "half": "fraction: half",
     }.items():
         (folder / f"{name}.yaml").write_text(f"datasets: [{{path: json, data_files: pairs.jsonl, {more}}}]\n")
-    (folder / "with_an_empty_file").mkdir()
-    (folder / "with_an_empty_file" / "train.jsonl").touch()
+    (folder / "typo.yaml").write_text("distributed_type: MULTI_CPU\nnum_proces: 2\n")
+    (folder / "kind.yaml").write_text("distributed_type: MULTI_GPUU\n")
+    (folder / "loss.yaml").write_text("loss_type: [sft, sigmod]\n")
+    (folder / "hollow").mkdir()
     return folder
 
 
@@ -204,6 +220,14 @@ def test_a_mistake_is_said_before_what_takes_seconds(monkeypatch):
     monkeypatch.setattr("trl_padfix.cli.stats.require", None)
     monkeypatch.setitem(PACKAGES, "use_liger_kernel", "no_kernel")
     assert_said(EARLY)
+
+
+def test_right_values_of_these_fields_pass(monkeypatch):
+    args = [*RUN[:-2], "--loss_type", "sigmoid", "sft", "--num_train_epochs", "0.5", "--max_steps=-1", "--lora_r=8"]
+    args += ["--use_peft=false", "--model_init_kwargs", '{"a": {"b": true}}', "--dataset_name", "pairs_folder"]
+    assert check_given("dpo", read_given(args)) is None
+    monkeypatch.setenv("TRL_PADFIX_OFF", "1")
+    assert check_given("dpo", read_given([*args, "--prefix_sharing"])) is None
 
 
 def test_types_are_read_from_annotations_of_old_and_new_releases():

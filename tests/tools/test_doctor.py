@@ -140,4 +140,4 @@ def test_a_model_that_cannot_be_read_is_a_clear_error(monkeypatch):
     for model in ("/nowhere/at/all", "no-such/model"):
         result = doctor("--model", model)
         assert result.exit_code == 1
-        assert f"{model}: there is no configuration of a transformers model" in words(result.output)
+        assert f"--model: there is no file or folder '{model}'" in words(result.output)

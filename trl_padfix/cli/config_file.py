@@ -7,6 +7,7 @@ The fields are read from the source of the configurations, because importing the
 from __future__ import annotations
 
 import ast
+import json
 import re
 import sys
 from collections.abc import Iterable, Sequence
@@ -20,8 +21,9 @@ from unittest.mock import patch
 
 import yaml
 
+from ..core.switch import is_off
 from ..field_names import hint
-from ..files import DATA_FILES, refuse_missing
+from ..files import DATA_FILES, MODEL_FILES, refuse_missing
 from ..trainers.resume import checkpoint_to_resume
 from ..versions import installed_version, newer_trl, require
 from . import METHODS
@@ -35,16 +37,18 @@ OF_COMMAND = {"config", "accelerate_config", "env", "dry_run", "attn_implementat
 BOOLEANS = ["yes", "true", "t", "y", "1", "no", "false", "f", "n", "0"]
 """Strings that the parser of transformers treats as flags."""
 
-READERS = {"int": int, "float": float, "bool": BOOLEANS.index, "dict": lambda word: word.index("{")}
-"""Readers of the values that are checked, by the types of fields. They raise a `ValueError`; other types read all."""
+READERS = {"int": int, "float": float, "bool": BOOLEANS.index, "dict": lambda word: {**json.loads(word)}}
+"""Readers of the values that are checked, by the types of fields. They raise an error; other types read all."""
 
 OPEN = {"accelerate_config", "attn_implementation", "ref_attn_implementation", "teacher_attn_implementation"}
 """Fields with choices that also take paths or other values."""
 
-POSITIVE = re.compile(
-    "per_device_.*_batch_size|gradient_accumulation_steps|num_processes|seed|max_(tokens_per_batch|length)"
-)
-"""Fields that are at least 1 (`seed`: 0)."""
+BOUNDS = {
+    "at least 1": "per_device_.*_size|gradient_accum.*_steps|num_processes|max_.*(batch|length)|dataset_num_proc",
+    "at least 0": "seed|learning_rate|weight_decay|warmup_steps|dataloader_num_workers|lora_dropout",
+    "above 0": "num_train_epochs|temperature",
+}
+"""Patterns of fields, by the values that they take."""
 
 IN_YAML = ("bfd-requeue", "float64")
 """Values that TRL takes in a YAML, although the choices of their fields lack them."""
@@ -123,9 +127,10 @@ def check_given(method: str, given: Given) -> str | bool | None:
     for package in ("transformers", "trl"):
         require(package, f"{METHODS[method]}Trainer")
     fields = declared_fields(method)
+    whole = {name: _whole(name, fields) if place.startswith("--") else name for name, place in given.places.items()}
+    values, places = ({whole[name]: x for name, x in by_name.items()} for by_name in given)
     if not newer_trl():  # a later TRL may declare fields in other files; the parser of its script checks the names
-        check_names(method, given, fields)
-    values, places = ({_whole(name, fields): x for name, x in by_name.items()} for by_name in given)
+        check_names(method, places, fields)
     is_on_cpu = str(values.get("use_cpu")).lower() in BOOLEANS[:5] or "+cpu" in str(installed_version("torch"))
     if "--env" in places.values():
         raise ValueError("`env` works only in a YAML (`env: {NAME: VALUE}`). Here write `NAME=VALUE trl-padfix ...`.")
@@ -134,18 +139,22 @@ def check_given(method: str, given: Given) -> str | bool | None:
         is_open = name in OPEN and not re.fullmatch(r"[\w-]+", str(value))
         _check_value(name, value, places[name], set() if is_open else fields.get(name, set()))
         if name == "config_file" or (name == "accelerate_config" and is_open):
-            _read_yaml(str(value))
+            _check_accelerate(method, str(value))
         package = PACKAGES.get(str(value) if name in ("optim", "report_to") else name)
         if package and str(value).lower() not in (*BOOLEANS[5:], "none") and not find_spec(package):
             raise ValueError(f"{places[name]}: run `pip install {package}`, which it needs.")
         if name in OPEN and str(value).startswith(("flash", "flex")) and is_on_cpu:
             raise ValueError(f"{places[name]}: {value!r} needs a GPU, and this run has none. Write 'sdpa'.")
-    is_free = str(values.get("padding_free")).lower() in BOOLEANS[:5] and "no_padding_free" not in values
+    is_free = is_off() or str(values.get("padding_free")).lower() in BOOLEANS[:5]
     for name in ("prefix_sharing", "max_tokens_per_batch", "packed_multiple_of"):
         if not is_free and str(values.get(name)).lower() not in ("none", *BOOLEANS[5:]):
-            raise ValueError(
-                f"{places[name]}: it needs `padding_free: true`. Set both or neither (or TRL_PADFIX_OFF=1)."
-            )
+            raise ValueError(f"{places[name]}: it needs `padding_free: true`. Set both, or neither.")
+    budget, longest = (int(values.get(name) or 0) for name in ("max_tokens_per_batch", "max_completion_length"))
+    if 0 < budget < longest and not is_off():
+        raise ValueError(f"{places['max_tokens_per_batch']}: it must be above `max_completion_length` ({longest}).")
+    lora = [name for name in values if name.startswith("lora_")]
+    if lora and "use_peft" not in values:
+        raise ValueError(f"{places[lora[0]]}: it has no effect without `use_peft: true`. Set both, or neither.")
     resume_from = _check_model(values, places)
     if bool(values.get("model_name_or_path")) == bool(values.get("tiny_model")):
         raise ValueError("Set `--model_name_or_path` to a folder or a Hub id, or `--tiny_model tiny` (not both).")
@@ -189,16 +198,9 @@ def declared_fields(method: str) -> dict[str, set[str]]:
 
     A few belong to other classes in the same files: the parser of the method's script finds these later.
     """
-    fields: dict[str, set[str]] = {name: set() for name in OF_COMMAND}
+    fields: dict[str, set[str]] = {name: set() for name in OF_COMMAND} | _declared_in(_config_files(method))
     fields |= {"dry_run": {"bool"}, "env": {"dict"}, "tiny_model": {"None", "'tiny'", "'small'"}}
-    enums = _enums()
-    for node in (node for file in _config_files(method) for node in ast.walk(ast.parse(file.read_text("utf-8")))):
-        if isinstance(node, ast.AnnAssign):
-            fields.setdefault(ast.unparse(node.target), set()).update(_types(node, enums))
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".add_argument"):
-            types = {ast.unparse(k.value) for k in node.keywords if k.arg == "type"} & {"int", "float"}
-            for flag in (str(arg.value) for arg in node.args if isinstance(arg, ast.Constant)):
-                fields.setdefault(name_of(flag), set()).update(types)
+    fields |= {name: {"dict", "None"} for name in fields if name.endswith("_kwargs")}
     source = (_folder("transformers") / "modeling_utils.py").read_text("utf-8")
     attentions = {*map(repr, re.findall(r'"(\w+)": \w+_attention\w*_forward', source))}
     # None: a later transformers registers them elsewhere.
@@ -208,11 +210,35 @@ def declared_fields(method: str) -> dict[str, set[str]]:
     return fields
 
 
+def _declared_in(files: Iterable[Path]) -> dict[str, set[str]]:
+    """The fields of classes and the flags of parsers in source files."""
+    fields: dict[str, set[str]] = {}
+    enums = _enums()
+    for node in (node for file in files for node in ast.walk(ast.parse(file.read_text("utf-8")))):
+        if isinstance(node, ast.AnnAssign):
+            fields.setdefault(ast.unparse(node.target), set()).update(_types(node, enums))
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".add_argument"):
+            types = {ast.unparse(k.value) for k in node.keywords if k.arg == "type"} & {"int", "float"}
+            for flag in (str(arg.value) for arg in node.args if isinstance(arg, ast.Constant)):
+                fields.setdefault(name_of(flag), set()).update(types)
+    return fields
+
+
+def _check_accelerate(method: str, path: str) -> None:
+    """Raise a `ValueError` for keys and values that accelerate does not take in its configuration."""
+    given, fields = _read_yaml(path), _declared_in([_folder("accelerate") / "commands/config/config_args.py"])
+    check_names(method, given.places, {*fields, "dynamo_backend", "fp16"})  # it renames these two
+    for name in {*given.values} & {*fields}:
+        if given.values[name] is not None and "str" not in fields[name]:
+            _check_value(name, given.values[name], given.places[name], fields[name])
+
+
 def _enums() -> dict[str, set[str]]:
-    """Quoted choices by the name of a type: of our `prefix_sharing`, and of the enumerations of transformers."""
-    files = (_folder("transformers") / name for name in ("trainer_utils.py", "training_args.py"))
+    """Quoted choices by the name of a type: `prefix_sharing`, and enumerations of transformers and accelerate."""
+    files = [_folder("transformers") / name for name in ("trainer_utils.py", "training_args.py")]
+    files += [_folder("accelerate") / "utils/dataclasses.py"]
     source = "".join(file.read_text("utf-8") for file in files)
-    found = re.findall(r"^class (\w+)\(ExplicitEnum\):\n(.*?)(?=^\S)", source, re.DOTALL | re.MULTILINE)
+    found = re.findall(r"(?ms)^class (\w+)\((?:ExplicitEnum|str, enum\.Enum)\):\n(.*?)(?=^\S)", source)
     enums = {name: {*map(repr, re.findall(r'^    \w+ = "(\w+)"', body, re.MULTILINE))} for name, body in found}
     return enums | {"Sharing": {"bool", "'true'", "'false'", "'auto'"}}
 
@@ -220,9 +246,11 @@ def _enums() -> dict[str, set[str]]:
 def _types(node: ast.AnnAssign, enums: dict[str, set[str]]) -> set[str]:
     """The names of the types of a field; its quoted choices in their place if it has choices."""
     types = {*re.findall(r"\w+", ast.unparse(node.annotation).replace("Optional", "None"))}
-    listed = re.search(r"'choices': (\[[^]]*\])", ast.unparse(node))
-    choices = {*re.findall("'[^']+'", listed[1])} if listed else set().union(*(enums.get(name, ()) for name in types))
-    return types & {"None"} | choices if choices else types - {"Union"}
+    # `loss_type` has its choices in its help.
+    pattern = r"(?<='choices': )\[[^]]*\]|(?:Possible|Supported) values are[^.:]*:?[^.:]*\."
+    listed = re.search(pattern, ast.unparse(node))
+    choices = {*re.findall("'[^']+'", listed[0])} if listed else set().union(*(enums.get(name, ()) for name in types))
+    return types & {"None", "list"} | choices if choices else types - {"Union"}
 
 
 def _config_files(method: str) -> list[Path]:
@@ -237,20 +265,14 @@ def _config_files(method: str) -> list[Path]:
     return [file for file in files if file.is_file() and file.stem.removesuffix("_config") not in others]
 
 
-def check_names(method: str, given: Given, known: Iterable[str]) -> None:
+def check_names(method: str, places: dict[str, str], known: Iterable[str]) -> None:
     """
     Raises:
         ValueError: For flags and keys that neither the method's script nor `accelerate launch` takes; it names all.
     """
-    known = {*known}
-    unknown = [name for name, place in given.places.items() if not _is_known(name, place, known)]
-    if unknown:
+    if unknown := [name for name in places if name not in {*known}]:
         first = f"not a field of `trl-padfix {method}` (`--help` lists them) or of `accelerate launch`:"
-        raise ValueError("\n".join([first, *(f"  {given.places[name]}{hint(name, known)}" for name in unknown)]))
-
-
-def _is_known(name: str, place: str, known: set[str]) -> bool:
-    return name in known or (place.startswith("--") and _whole(name.removeprefix("no_"), known) in known)
+        raise ValueError("\n".join([first, *(f"  {places[name]}{hint(name, known)}" for name in unknown)]))
 
 
 def _whole(name: str, known: Iterable[str]) -> str:
@@ -261,21 +283,25 @@ def _whole(name: str, known: Iterable[str]) -> str:
 
 def _check_value(name: str, value: Any, place: str, types: set[str]) -> None:
     """Raise a `ValueError` for a value that is of none of the types of its field, and for a flag without its value."""
+    items = value if isinstance(value, list) and "list" in types else [value]
+    types = types - {"list"}
     if value is True and place.startswith("--") and types and "bool" not in types:
         raise ValueError(f"{place} needs a value after it.")
-    if types and not any(_is(value, name) for name in types) and value not in IN_YAML:
+    for wrong in (x for x in items if types and x not in IN_YAML and not any(_is(x, name) for name in types)):
         listed = ", ".join(sorted(types - {"None"})).replace("', bool", "'")
         listed += ", or a file" * (name == "accelerate_config")
-        problem = f"choice: {value!r} (choose from {listed})" if "'" in listed else f"{listed} value: {value!r}"
-        remedy = ' YAML takes `no` for false. Write "no" in quotes.' if value is False and "'no'" in types else ""
-        remedy = f' Write "{value}" in quotes.' if not isinstance(value, list | dict) and "str" in types else remedy
-        if value in (None, "None", "none"):
+        problem = f"choice: {wrong!r} (choose from {listed})" if "'" in listed else f"{listed} value: {wrong!r}"
+        remedy = ' YAML takes `no` for false. Write "no" in quotes.' if wrong is False and "'no'" in types else ""
+        remedy = f' Write "{wrong}" in quotes.' if not isinstance(wrong, list | dict) and "str" in types else remedy
+        remedy = ' Write {"NAME": VALUE}; in a shell, put it in single quotes.' if "dict" in types else remedy
+        if isinstance(wrong, list) and place.startswith("--"):
+            remedy = " Write one value. A flag begins with `--`, and a value with spaces needs quotes."
+        if wrong in (None, "None", "none"):
             remedy = " Write `null` for no value." if "None" in types else " Write a value, or leave the field out."
         raise ValueError(f"{place}: invalid {problem}.{remedy}")
-    if name.endswith("_kwargs") and not (value is None or isinstance(value, dict) or str(value).startswith("{")):
-        raise ValueError(f"{place}: invalid mapping: {value!r}. Write `{{NAME: VALUE}}`.")
-    if POSITIVE.fullmatch(name) and value is not None and float(value) < (least := 0 if name == "seed" else 1):
-        raise ValueError(f"{place}: it must be at least {least}, got {value}.")
+    for bound in (bound for bound, names in BOUNDS.items() if value is not None and re.fullmatch(names, name)):
+        if float(value) < int(bound[-1]) or bound == f"above {float(value):g}":
+            raise ValueError(f"{place}: it must be {bound}, got {value}.")
     is_count = isinstance(value, int) and value > 0  # of rows; a flag is a string, and TRL reads it as a share
     if name == "test_split_size" and not (value is None or is_count or 0 < float(value) < 1):
         raise ValueError(f"{place}: it must be between 0 and 1, or in a YAML a number of rows, got {value}.")
@@ -287,8 +313,8 @@ def _is(value: Any, name: str) -> bool:
     """Whether a value of a flag or a YAML is of a type, or is a quoted choice."""
     if value is None or name == "None" or "'" in name:
         return name in ("None", repr(str(value))) and (value is None) == (name == "None")
-    with suppress(ValueError):
-        READERS.get(name, str)(str(value).lower())
+    with suppress(TypeError, ValueError):
+        READERS.get(name, str)((json.dumps(value, default=str) if isinstance(value, dict) else str(value)).lower())
         return isinstance(value, str | bool) if name == "str" else name != "text" or not isinstance(value, list)
     return False
 
@@ -304,10 +330,7 @@ def _check_model(values: dict[str, Any], places: dict[str, str]) -> str | bool |
     in_cache = not {"env", "model_init_kwargs"} & values.keys()  # they may set another cache
     for field in ("model_name_or_path", "teacher_model_name_or_path", "reward_model_name_or_path"):
         if name := values.get(field):
-            refuse_missing(name, places[field], in_cache)
-    model = Path(values.get("model_name_or_path") or "nowhere")
-    if model.is_dir() and not any((model / name).exists() for name in ("config.json", "adapter_config.json")):
-        raise ValueError(f"`model_name_or_path`: the folder {str(model)!r} is not a model: it has no config.json.")
+            refuse_missing(name, places[field], in_cache, MODEL_FILES if in_cache else ())
     output_dir = str(values.get("output_dir") or "trainer_output")
     there = next(path for path in (Path(output_dir), *Path(output_dir).absolute().parents) if path.exists())
     try:
@@ -333,7 +356,8 @@ def _check_data(method: str, values: dict[str, Any], places: dict[str, str]) -> 
         raise ValueError(f"{place}: in a YAML write `datasets: [{{path: json, data_files: FILE}}]`.")
     if values.get("eval_strategy") not in (None, "no"):
         test = values.get("dataset_test_split") or "test"
-        parts[f"{place}, `dataset_test_split`"] = alone | {"split": test}
+        ignored = " (`test_split_size` acts only with `datasets`)" if values.get("test_split_size") else ""
+        parts[f"{place}, `dataset_test_split`{ignored}"] = alone | {"split": test}
         if entries and test != "train" and not values.get("test_split_size"):
             raise ValueError(f"{place}: a mixture has no split {test!r} to evaluate on. Set `test_split_size`.")
     rows: list[tuple[str, dict[str, Any]]] = []

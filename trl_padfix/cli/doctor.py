@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Option
 
+from ..files import refuse_missing
 from ..versions import TESTED
 
 
@@ -26,10 +27,12 @@ __all__ = ["describe", "doctor"]
 
 def doctor(
     model: Annotated[str | None, Option(help="Path or Hub id of a model to diagnose.")] = None,
-    attn: Annotated[str | None, Option(help="Attention implementation that must run.")] = None,
+    attn: Annotated[str | None, Option(help="Exit with 1 if this attention implementation cannot run.")] = None,
     as_json: Annotated[bool, Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
     """Show what runs here and how a model is packed; exit with 1 if what you request cannot run."""
+    if model is not None:
+        refuse_missing(model, "--model", True, ("config.json",))
     with redirect_stdout(sys.stderr):  # what other packages print
         from ..tools.doctor import diagnose
 

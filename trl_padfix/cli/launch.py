@@ -15,7 +15,6 @@ import signal
 import sys
 import tempfile
 import time
-from argparse import SUPPRESS
 from collections.abc import Callable, Sequence, Sized
 from contextlib import ExitStack
 from dataclasses import fields
@@ -23,8 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
-from . import INTERRUPTED, METHODS, disable_telemetry, require_extra
-from .config_file import OF_COMMAND, check_given, check_names, name_of, read_given
+from . import INTERRUPTED, METHODS, disable_telemetry
+from .config_file import check_given, name_of, read_given
 
 
 if TYPE_CHECKING:
@@ -60,12 +59,6 @@ def make_parser(method: str) -> TrlParser:
     parser.add_argument("--dry_run", "--dry-run", **flag)
     about = "Train a random Qwen2 of this shape, with a tokenizer trained on the data, built in `output_dir`."
     parser.add_argument("--tiny_model", "--tiny-model", choices=("tiny", "small"), help=about)
-    # Transformers makes `--no_FIELD` only for fields that are true. TRL has a copy of `string_to_bool`.
-    taken = {flag for action in parser._actions for flag in action.option_strings}
-    booleans = {action.dest for action in parser._actions if "string_to_bool" in str(action.type)}
-    for name in sorted(n for n in booleans if f"--no_{n}" not in taken):
-        flags = f"--no_{name}", f"--no-{name.replace('_', '-')}"
-        parser.add_argument(*flags, dest=name, action="store_false", help=SUPPRESS)
     ours = [c for c in config.__mro__ if c.__module__.startswith("trl_padfix.")]
     names = {field.name for c in ours if not issubclass(c, TrainingArguments) for field in fields(c)}
     # argparse cannot move an action to another group: the lists that `--help` prints are changed.
@@ -74,6 +67,10 @@ def make_parser(method: str) -> TrlParser:
         others._group_actions.remove(action)
         action.help = HELP.get(name_of(action.option_strings[0]), action.help)
         group._group_actions.append(action)
+    for action in parser._actions[1:]:  # in `--help`: one spelling of a flag, and its values
+        action.option_strings = action.option_strings[:1]
+        is_flag = "string_to_bool" in str(action.type)  # TRL has a copy of this function
+        action.metavar = "true|false" if is_flag and not action.metavar else action.metavar
     parser._action_groups.insert(0, parser._action_groups.pop())
     return parser
 
@@ -97,6 +94,8 @@ def parse(method: str, args: Sequence[str]) -> tuple[list[Any], Namespace]:
     """
     # TRL's parser looks for `--config` as a word of its own.
     args = [part for word in args for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
+    # Transformers makes `--no_FIELD` only for fields that are true; two flags of accelerate begin with `--no_`.
+    args = [re.sub("^--no[_-](?!python|tpu)(.+)", r"--\1=false", word) for word in args]
     given = read_given(args)
     resume_from = check_given(method, given)
     # Imported here, because they take seconds: mistakes above are reported without them.
@@ -106,9 +105,6 @@ def parse(method: str, args: Sequence[str]) -> tuple[list[Any], Namespace]:
     from trl.cli.accelerate_config import resolve_accelerate_config_argument
 
     parser = make_parser(method)
-    actions = [*parser._actions, *launch_command_parser()._actions]
-    known = {name_of(flag) for action in actions for flag in action.option_strings}
-    check_names(method, given, known | OF_COMMAND)
     *parsed, others = parser.parse_args_and_config(args, return_remaining_strings=True)
     others = resolve_accelerate_config_argument(others)
     script = ["--module", "trl_padfix.cli.launch", method, *args]
@@ -188,7 +184,6 @@ def _checked(trainer_class: Any, is_dry_run: bool) -> Callable[..., Any]:
 
 def run(method: str, args: Sequence[str]) -> None:
     """Run [`main`] in a launched process; a mistake of the user ends it with a message and an exit code."""
-    require_extra("typer", "rich")
     from .user_errors import explain_errors
 
     disable_telemetry()

@@ -31,7 +31,7 @@ def stats(
         message = "Give one of `--tokenizer` and `--train-tokenizer`: a model's name, or a size to train, as 2048."
         raise typer.BadParameter(message, param_hint="--tokenizer")
     if tokenizer is not None:
-        refuse_missing(tokenizer, "--tokenizer", in_cache=True)
+        refuse_missing(tokenizer, "--tokenizer", True, ("tokenizer.json", "tokenizer_config.json", "config.json"))
     require("trl", "tools.stats")
 
     import numpy as np

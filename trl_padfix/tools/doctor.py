@@ -17,7 +17,6 @@ from torch.utils import collect_env
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from ..core.anatomy import Anatomy
-from ..core.attention.attention import torch_varlen_is_complete
 from ..core.attention.availability import ATTENTIONS, Machine, attention_obstacle, fastest_attention, model_class
 from ..core.refusals import refusal
 from ..versions import BOUNDS, INSTEAD, TESTED, installed_versions
@@ -85,15 +84,7 @@ def diagnose(model: str | None = None, attn: str | None = None) -> Diagnosis:
         and not tested
         and (versions[package] is None or not bounds.contains(versions[package], prereleases=True))
     ]
-    config = None
-    if model is not None:
-        try:
-            config = AutoConfig.from_pretrained(model, trust_remote_code=False)
-        except Exception as error:
-            problems.append(
-                f"{model}: there is no configuration of a transformers model in a folder of this name, on the Hub or "
-                f"in its cache ({error})"
-            )
+    config = None if model is None else AutoConfig.from_pretrained(model, trust_remote_code=False)
     run = machine, dtype, config
     auto, _ = fastest_attention(*run)
     names = ATTENTIONS if attn in (None, "auto", *ATTENTIONS) else (*ATTENTIONS, attn)
@@ -136,7 +127,6 @@ def describe_system() -> dict[str, Any]:
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())] if cuda else []
     return {
         "os": platform.platform(),
-        "processor": platform.machine(),
         "cores": os.cpu_count(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "driver": collect_env.get_nvidia_driver_version(collect_env.run) if cuda else None,
@@ -146,5 +136,4 @@ def describe_system() -> dict[str, Any]:
             {"name": g.name, "memory_gib": round(g.total_memory / 2**30, 1), "capability": f"{g.major}.{g.minor}"}
             for g in gpus
         ],
-        "torch_varlen": torch_varlen_is_complete(),
     }
