@@ -151,7 +151,7 @@ def check_given(method: str, given: Given) -> str | bool | None:
             raise ValueError(f"{places[name]}: it needs `padding_free: true`. Set both, or neither.")
     budget, longest = (int(values.get(name) or 0) for name in ("max_tokens_per_batch", "max_completion_length"))
     if 0 < budget < longest and not is_off():
-        raise ValueError(f"{places['max_tokens_per_batch']}: it must be above `max_completion_length` ({longest}).")
+        raise ValueError(f"{places['max_tokens_per_batch']}: it must be at least `max_completion_length` ({longest}).")
     lora = [name for name in values if name.startswith("lora_")]
     if lora and "use_peft" not in values:
         raise ValueError(f"{places[lora[0]]}: it has no effect without `use_peft: true`. Set both, or neither.")
@@ -205,9 +205,18 @@ def declared_fields(method: str) -> dict[str, set[str]]:
     attentions = {*map(repr, re.findall(r'"(\w+)": \w+_attention\w*_forward', source))}
     # None: a later transformers registers them elsewhere.
     fields |= dict.fromkeys(OPEN & fields.keys(), attentions | {"'auto'", "'eager'", "None"} if attentions else set())
+    if losses := _losses(method):
+        fields["loss_type"] = fields["loss_type"] & {"None", "list"} | losses
     fields["run_name"] = {"None", "text"}  # YAML reads 7 and 2026-11-30 as other types than text
     fields["accelerate_config"] = {repr(file.stem) for file in (_folder("trl") / "accelerate_configs").glob("*.yaml")}
     return fields
+
+
+def _losses(method: str) -> set[str]:
+    """The quoted values with which a trainer of TRL compares its `loss_type`; none of a later TRL."""
+    source = (_folder("trl") / f"trainer/{method}_trainer.py").read_text("utf-8") if not newer_trl() else ""
+    compared = re.findall(r'loss_type (?:==|(?:not )?in) ("\w+"|[\[({][^\])}]*)', source)
+    return {repr(name) for values in compared for name in re.findall(r'"(\w+)"', values)}
 
 
 def _declared_in(files: Iterable[Path]) -> dict[str, set[str]]:
@@ -246,11 +255,9 @@ def _enums() -> dict[str, set[str]]:
 def _types(node: ast.AnnAssign, enums: dict[str, set[str]]) -> set[str]:
     """The names of the types of a field; its quoted choices in their place if it has choices."""
     types = {*re.findall(r"\w+", ast.unparse(node.annotation).replace("Optional", "None"))}
-    # `loss_type` has its choices in its help.
-    pattern = r"(?<='choices': )\[[^]]*\]|(?:Possible|Supported) values are[^.:]*:?[^.:]*\."
-    listed = re.search(pattern, ast.unparse(node))
-    choices = {*re.findall("'[^']+'", listed[0])} if listed else set().union(*(enums.get(name, ()) for name in types))
-    return types & {"None", "list"} | choices if choices else types - {"Union"}
+    listed = re.search(r"'choices': (\[[^]]*\])", ast.unparse(node))
+    choices = {*re.findall("'[^']+'", listed[1])} if listed else set().union(*(enums.get(name, ()) for name in types))
+    return types & {"None"} | choices if choices else types - {"Union"}
 
 
 def _config_files(method: str) -> list[Path]:
