@@ -6,7 +6,7 @@ import copy
 import functools
 import inspect
 from contextlib import nullcontext
-from types import MethodType
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import pytest
@@ -21,6 +21,7 @@ from zoo.models import PAD, batch, build
 
 from trl_padfix import remove_padding
 from trl_padfix.core.model import patching, views
+from trl_padfix.core.model.inspection import runs_another
 from trl_padfix.core.model.patching import RunnerPatch, patches_on
 from trl_padfix.core.patches.heads import LMHeadPatch
 from trl_padfix.core.remove import attach_runner_patch, attachment_of
@@ -152,6 +153,11 @@ def test_a_method_that_was_kept_passes_calls_on_after_removal():
         kept = model.forward
     model.forward = lambda **kwargs: kept(**kwargs)
     assert torch.equal(call(model), expected)
+
+
+def test_a_closure_of_a_library_may_have_an_empty_cell():
+    cell = CellType()
+    assert not runs_another(FunctionType((lambda: cell).__code__, vars(torch), closure=(cell,)), build("qwen2"))
 
 
 def test_a_wrapper_that_copies_our_attributes_may_get_another_patch_on_top():

@@ -184,7 +184,7 @@ def runs_another(function: Any, module: nn.Module, outer: tuple = ()) -> bool:
     if not callable(function) or function in outer or not is_of(function, _TRAINING):  # a user's stays as it is
         return False
     closure = function.__closure__ if isinstance(function, FunctionType) else None
-    inner = [inspect.getattr_static(function, "__wrapped__", None), *(cell.cell_contents for cell in closure or ())]
+    inner = [inspect.getattr_static(function, "__wrapped__", None), *map(_content, closure or ())]
     return any(runs_another(called, module, (*outer, function)) for called in inner)
 
 
@@ -274,7 +274,7 @@ def with_globals(function: Callable, replaced: dict[str, Any]) -> Callable:
         return _copy(function, replaced)
     # A decorator's wrapper reaches the wrapped function through its closure: the copy needs a cell of its own.
     cell = CellType(with_globals(inner, replaced))
-    return _copy(function, {}, tuple(cell if _holds(old, inner) else old for old in function.__closure__ or ()))
+    return _copy(function, {}, tuple(cell if _content(old) is inner else old for old in function.__closure__ or ()))
 
 
 def _copy(function: Any, replaced: dict[str, Any], closure: tuple | None = None) -> Callable[..., Any]:
@@ -285,11 +285,12 @@ def _copy(function: Any, replaced: dict[str, Any], closure: tuple | None = None)
     return copy
 
 
-def _holds(cell: CellType, value: object) -> bool:
+def _content(cell: CellType) -> Any:
+    """The content of a cell of a closure; `None` for an empty cell."""
     try:
-        return cell.cell_contents is value
-    except ValueError:  # an empty cell
-        return False
+        return cell.cell_contents
+    except ValueError:
+        return None
 
 
 def without_checkpointing(cls: type[nn.Module]) -> Callable:
