@@ -3,15 +3,17 @@
 import logging
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
 import trl
 from kit.methods import make_trainer
 from kit.trainer_runs import build_model
+from transformers import BertConfig, BertModel
 
 import trl_padfix
-from trl_padfix import remove_padding
+from trl_padfix import PaddingRemovalError, remove_padding
 
 
 OURS = {"padding_free": True, "prefix_sharing": True, "max_tokens_per_batch": 60}
@@ -50,11 +52,17 @@ def test_a_configuration_made_before_it_is_set_packs_after_it_is_unset(kind, tmp
 
 def test_a_model_is_left_as_it_is(monkeypatch):
     model, ids = build_model().eval(), torch.tensor([[5, 6, 7, 0], [8, 9, 0, 0]])
+    copied, encoder = build_model(), BertModel(BertConfig(hidden_size=8, num_attention_heads=2, num_hidden_layers=1))
+    copied.forward = model.forward  # as in a deep copy of a model that TRL gave a head
     for value, packs in (("1", False), ("0", True), ("", True)):
         monkeypatch.setenv("TRL_PADFIX_OFF", value)
         with remove_padding(model) as handle:
             model(ids, attention_mask=(ids != 0).long())
         assert (handle.stats.packed_tokens > 0) == packs
+        with pytest.raises(PaddingRemovalError) if packs else nullcontext():
+            remove_padding(encoder)
+        remove_padding(copied).remove()
+        assert ("forward" in vars(copied)) != packs
 
 
 OPENS = """

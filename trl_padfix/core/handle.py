@@ -23,6 +23,7 @@ from .context import context, in_backward
 from .errors import UnpackableCallError
 from .layout.layout import Layout
 from .layout.shared_prefixes import PrefixedLayout
+from .mixers.mixers import Mixers
 from .model.changes import ModuleChanges
 from .model.inspection import takes, takes_any_argument
 from .model.older import resume_packed_search, spare_packed_search
@@ -146,8 +147,6 @@ class PaddingRemoval(Attachment):
             The module around the decoder that turns images and other inputs into embeddings.
         anatomy ([`Anatomy`]):
             All parts of the model that padding removal works on.
-        mixers ([`Mixers`]):
-            The modules of the decoder that mix tokens, each with its mode.
         prefix_sharing (`bool` or `"auto"`):
             Whether a prefix that several rows have in common is computed once.
         pool_last_token (`bool`):
@@ -194,7 +193,7 @@ class PaddingRemoval(Attachment):
     ):
         super().__init__()
         self.anatomy = anatomy
-        self.decoder, self.multimodal, self.mixers = anatomy.decoder, anatomy.multimodal, anatomy.mixers
+        self.decoder, self.multimodal = anatomy.decoder, anatomy.multimodal
         self.prefix_sharing: PrefixSharing = prefix_sharing
         self.pool_last_token = pool_last_token
         self.strict = strict
@@ -210,6 +209,11 @@ class PaddingRemoval(Attachment):
         self.changes: ModuleChanges | None = None  # finds hooks and modules that are new since attachment
         self.name = "handle"  # in messages: where a user finds it
         self._reported: set[str] = set()
+
+    @property
+    def mixers(self) -> Mixers:
+        """The modules of the decoder that mix tokens, each with its mode."""
+        return self.anatomy.mixers
 
     def tokens_of(self, layout: Layout) -> LocalTokens:
         """The tokens of a packed row that this process computes."""

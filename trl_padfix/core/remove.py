@@ -128,8 +128,18 @@ def remove_padding(
     check_prefix_sharing(prefix_sharing)
     check_multiple(packed_multiple_of)
     require(nn.Module, model=model)
-    forget_original(model)
     anatomy = Anatomy.of(model)
+    handle = PaddingRemoval(
+        anatomy,
+        prefix_sharing=prefix_sharing,
+        pool_last_token=pool_last_token,
+        strict=strict,
+        packed_multiple_of=packed_multiple_of,
+    )
+    if is_off():
+        logger.warning(f"{OFF} is set: padding is not removed from {type(anatomy.pretrained).__name__}.")
+        return handle
+    forget_original(model)
     attached = attachments_on(anatomy.decoder)
     if any(isinstance(a, PaddingRemoval) and a.state in ("attached", "in use") for a in attached):
         raise ValueError(
@@ -139,20 +149,10 @@ def remove_padding(
             "callback). If the handle is lost, load the model again."
         )
     with ExitStack() as on_error:
-        exchanged = [] if attn_implementation is None or is_off() else set_attention(model, attn_implementation)
+        exchanged = [] if attn_implementation is None else set_attention(model, attn_implementation)
         on_error.callback(restore_attention, exchanged)
         # Before anything is wrapped or taken over: a model that is refused is left untouched.
         _refuse(model, anatomy, pool_last_token)
-        handle = PaddingRemoval(
-            anatomy,
-            prefix_sharing=prefix_sharing,
-            pool_last_token=pool_last_token,
-            strict=strict,
-            packed_multiple_of=packed_multiple_of,
-        )
-        if is_off():
-            logger.warning(f"{OFF} is set: padding is not removed from {type(anatomy.pretrained).__name__}.")
-            return handle.attach(())
         if taken := [attachment for attachment in attached if attachment.state in ("paused", "copied")]:
             restore_attention(exchanged)
             for attachment in taken:
