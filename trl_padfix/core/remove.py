@@ -75,6 +75,8 @@ def remove_padding(
     stored in the config or in checkpoints of the model. The state of a call is local to the call: several models may
     share a config, and several threads a model.
 
+    A deep copy of an attached model is packed, too: `remove_padding(copy).remove()` restores it.
+
     Args:
         model (`torch.nn.Module`):
             A [`~transformers.PreTrainedModel`], or anything that contains one: a PEFT model, a DDP or value-head
