@@ -332,6 +332,15 @@ class BatchPatch(ForwardPatch):
     computes it again, when a hook, a setting or an [`Attachment.disabled`] block may have come or gone.
     """
 
+    @torch.compiler.disable
+    def _untraced(self, *args: Any, **kwargs: Any) -> Any:
+        self.attachment.say_once(
+            f"`torch.compile` compiles nothing of {type(self.module).__name__}: padding removal is attached, and the "
+            "number of packed tokens differs from batch to batch. Call `layer.compile()` for each layer instead (in a "
+            "trainer: `torch_compile=True`)."
+        )
+        return self.call(*args, **kwargs)
+
     def call(self, *args: Any, **kwargs: Any) -> Any:
         reason = _IN_FUNC if retrieve_all_functorch_interpreters() else _IN_CHECKPOINT if in_checkpoint() else None
         if reason is None or not self.attachment.enabled:
