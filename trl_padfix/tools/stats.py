@@ -62,7 +62,7 @@ class Lengths:
         untrained (`np.ndarray`):
             Tokens at the beginning of each row that are not trained on, `(n,)`: its prompt.
         max_length (`int`, *optional*):
-            Truncation that applies to these rows, see [`truncated`].
+            Truncation that applies to these rows, see [`Lengths.truncated`].
     """
 
     columns: dict[str, np.ndarray]
@@ -102,7 +102,7 @@ class Lengths:
 
     @property
     def kept_tokens(self) -> np.ndarray:
-        """Tokens of [`sequences`] after truncation, `(n, k)`."""
+        """Tokens of [`Lengths.sequences`] after truncation, `(n, k)`."""
         return np.minimum(self.sequences, self.max_length or np.iinfo(np.int64).max)
 
     def truncated(self, max_length: int | None) -> Lengths:
