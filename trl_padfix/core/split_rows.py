@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.distributed import ProcessGroup
 
-from .errors import PaddingRemovalError
+from .errors import PaddingRemovalError, require
 from .handle import PaddingRemoval
 from .mixers.mixers import DIRECT, FORKED, ROWS
 from .mixers.primitives import LEFT_OUT, primitives_of
@@ -49,6 +49,7 @@ def split_rows(handle: PaddingRemoval, group: ProcessGroup | None = None) -> Pad
         dist.all_reduce(p.grad, dist.ReduceOp.AVG)
     ```
     """
+    require(PaddingRemoval, handle=handle)
     if reason := _obstacle(handle):
         raise PaddingRemovalError(
             f"The rows of {type(handle.decoder).__name__} cannot be split over processes: {reason}. Train it without "

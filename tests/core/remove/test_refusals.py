@@ -32,7 +32,7 @@ from zoo.gpu_models import build as build_for_gpu
 from zoo.model_numbers import DISTINCT, REAL, TINY, gradients
 from zoo.models import batch, build, inputs, real_logps
 
-from trl_padfix import PaddingRemovalError, check_parity, remove_padding
+from trl_padfix import PaddingRemovalError, check_parity, remove_padding, split_rows
 from trl_padfix.core import refusals, remove
 from trl_padfix.core.anatomy import find_decoder
 from trl_padfix.core.model.patching import patches_on
@@ -56,6 +56,8 @@ def test_it_takes_exactly_one_model():
             remove_padding(model)
         with pytest.raises(TypeError, match=message):
             check_parity(model, {"input_ids": torch.tensor([[5, 6]])})
+    with pytest.raises(TypeError, match="`handle` must be a `PaddingRemoval`, got `ModuleList`"):
+        split_rows(two)
 
 
 def test_models_that_share_a_decoder_are_packed_by_it():
