@@ -137,6 +137,15 @@ def test_a_deep_copy_of_an_attached_model_can_be_attached():
         remove_padding(model)
 
 
+def test_a_copy_of_a_part_holds_no_copy_of_the_model():
+    """PEFT copies the modules of `modules_to_save`."""
+    model, memo, states = build("qwen2"), {}, torch.ones(1, 32)
+    with remove_padding(model):
+        head = copy.deepcopy(model.lm_head, memo)
+    assert id(model) not in memo
+    assert torch.equal(head(states), model.lm_head(states))
+
+
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
 def test_a_decoder_may_copy_its_config(copied):
     view = views.ConfigView(build("qwen2").config)

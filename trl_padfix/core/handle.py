@@ -191,7 +191,7 @@ class PaddingRemoval(Attachment):
         strict: bool = False,
         packed_multiple_of: Lengths | None = None,
     ):
-        super().__init__()
+        super().__init__(anatomy.pretrained)
         self.anatomy = anatomy
         self.decoder, self.multimodal = anatomy.decoder, anatomy.multimodal
         self.prefix_sharing: PrefixSharing = prefix_sharing

@@ -234,8 +234,8 @@ def attach_runner_patch(model: nn.Module) -> Attachment:
     Put a [`RunnerPatch`] on `model` and on its decoder, which a loss may call, in place of the patches of earlier
     trainers.
     """
-    pretrained, attachment = find_pretrained(model), Attachment()
-    decoder = find_decoder(pretrained)
+    pretrained = find_pretrained(model)
+    decoder, attachment = find_decoder(pretrained), Attachment(pretrained)
     # Modules that compute a padded batch: the model, the module that embeds images, the decoder.
     parts: tuple[Any, ...] = (pretrained, find_multimodal(pretrained, decoder), decoder)
     modules = dict.fromkeys(part for part in parts if part is not None)
@@ -257,7 +257,7 @@ def number_padded_rows(model: nn.Module) -> Attachment | None:
     decoder = find_decoder(find_pretrained(model))
     if not (takes(decoder, "position_ids") and Numbering.of(decoder).by_columns) or length_dependent_ropes(decoder):
         return None
-    attachment = Attachment()
+    attachment = Attachment(decoder)
     return attachment.attach([NumberingPatch(decoder, attachment)])
 
 

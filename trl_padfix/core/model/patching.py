@@ -55,9 +55,10 @@ Trainers take over what is in use, paused or copied; `remove_padding` takes over
 
 
 class Attachment:
-    """The patches of a model, put on and taken off together; a context manager that detaches at its end."""
+    """The patches of `model`, put on and taken off together; a context manager that detaches at its end."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module):
+        self.model = model
         self.state: State = "attached"
         self._patches: list[ForwardPatch] = []
         self._recomputable: set[int] = set()  # ids of packed forwards that gradient checkpointing may recompute
@@ -221,6 +222,13 @@ class _Place:
     def forward(self) -> Any:
         """The forward beneath all patches."""
         return self.below if self.below is not None else type(self.module).forward.__get__(self.module)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Place:
+        # In a copy of a part of a model (PEFT copies heads) there are no patches: they would copy the whole model.
+        patches = tuple(patch for patch in self.patches if id(patch.attachment.model) in memo)
+        memo[id(self)] = copied = copy.copy(self)
+        vars(copied).update(copy.deepcopy(vars(self) | {"patches": patches}, memo))
+        return copied
 
     def put_on(self, patch: ForwardPatch) -> None:
         places, function = _places_on(self.module), self.method.__func__

@@ -377,7 +377,7 @@ def first_call(model: torch.nn.Module, handle: PaddingRemoval) -> Iterator[dict[
         elif tensors and not has_cache(kwargs) and will_pack(handle, tensors):
             call.update(outer | tensors)
 
-    recording = Attachment()
+    recording = Attachment(model)
     recorders = [_Recorder(module, recording, keep) for module in dict.fromkeys((model, called))]
     # A hook, because ms-swift embeds images in another hook, which runs later: the patch only sees embeddings. And a
     # patch, because sentence-transformers calls `model.forward`, which runs no hooks.
