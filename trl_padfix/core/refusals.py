@@ -25,6 +25,9 @@ __all__ = ["refusal"]
 _VIRTUAL_TOKENS = {"PROMPT_TUNING", "P_TUNING", "MULTITASK_PROMPT_TUNING"}
 """Kinds of prompt learning that prepend virtual tokens to embeddings and to the mask: ordinary tokens for packing."""
 
+_CAUSAL = {"causal": True, "is_decoder": True, "use_bidirectional_attention": False}
+"""Fields of configurations that may make a decoder bidirectional, and their values in a causal model."""
+
 
 def refusal(anatomy: Anatomy) -> str | None:
     """Why a model cannot be packed with exact results: the layer or setting, and the reason; `None` if it can."""
@@ -94,8 +97,10 @@ def _why_not_causal(decoder: nn.Module, config: PretrainedConfig, mixers: Mixers
             return f"layer `{mixer.name}` ({type(mixer.module).__name__}) uses bidirectional or cross-attention"
     names = names_in(type(decoder).forward)
     # `is_decoder` is a field of all configurations, and acts in the code that reads it.
-    for name, value in _bidirectional_settings(config).items():
-        if name in names or name != "is_decoder":
+    for name, causal in _CAUSAL.items():
+        # "vision": only image tokens attend to each other, and a call with images has a mask that shows it.
+        value = getattr(config, name, causal)
+        if value not in (causal, None, "vision") and (name in names or name != "is_decoder"):
             return f"`config.{name}={value!r}` lets its tokens see later ones"
     makes_causal_masks = "create_causal_mask" in names and "create_bidirectional_mask" not in names
     is_unclear = any(map(attends_within_tokens, decoder.modules())) or other_modules(decoder)
@@ -104,17 +109,6 @@ def _why_not_causal(decoder: nn.Module, config: PretrainedConfig, mixers: Mixers
     if change := change_of_earlier_states(decoder):
         return f"its tokens see later ones: another last token moves the states before it by {change:.0e}"
     return None
-
-
-_CAUSAL = {"causal": True, "is_decoder": True, "use_bidirectional_attention": False}
-"""Fields of configurations that may make a decoder bidirectional, and their values in a causal model."""
-
-
-def _bidirectional_settings(config: PretrainedConfig) -> dict[str, Any]:
-    """The fields of [`_CAUSAL`] that have another value."""
-    values = {name: getattr(config, name, causal) for name, causal in _CAUSAL.items()}
-    # "vision": only image tokens attend to each other, and a call with images has a mask that shows it.
-    return {name: value for name, value in values.items() if value not in (_CAUSAL[name], None, "vision")}
 
 
 def _adapter_obstacle(config: Any) -> str | None:
