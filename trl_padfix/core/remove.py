@@ -151,21 +151,19 @@ def remove_padding(
             "callback). If the handle is lost, load the model again."
         )
     with ExitStack() as on_error:
-        exchanged = [] if attn_implementation is None else set_attention(model, attn_implementation)
-        on_error.callback(restore_attention, exchanged)
+        on_error.callback(handle.remove)  # also if a user interrupts a notebook here
+        handle.attention_before = [] if attn_implementation is None else set_attention(model, attn_implementation)
         # Before anything is wrapped or taken over: a model that is refused is left untouched.
         _refuse(model, anatomy, pool_last_token)
         if taken := [attachment for attachment in attached if attachment.state in ("paused", "copied")]:
-            restore_attention(exchanged)
+            restore_attention(handle.attention_before)
             for attachment in taken:
                 attachment.take_over()  # restores the attention that the model was loaded with
-            exchanged[:] = [] if attn_implementation is None else set_attention(model, attn_implementation)
+            handle.attention_before = [] if attn_implementation is None else set_attention(model, attn_implementation)
         register_packed_attention()
-        on_error.callback(handle.remove)  # also if a user interrupts a notebook here
         handle.attach(_patches(anatomy, handle))
         _probe(handle)
         on_error.pop_all()
-    handle.attention_before = exchanged
     return handle
 
 
@@ -239,10 +237,9 @@ def attach_runner_patch(model: nn.Module) -> Attachment:
     # Modules that compute a padded batch: the model, the module that embeds images, the decoder.
     parts: tuple[Any, ...] = (pretrained, find_multimodal(pretrained, decoder), decoder)
     modules = dict.fromkeys(part for part in parts if part is not None)
-    for module in modules:
-        for patch in patches_on(module):
-            if isinstance(patch, RunnerPatch):
-                patch.attachment.remove()
+    earlier = [patch for module in modules for patch in patches_on(module) if isinstance(patch, RunnerPatch)]
+    for patch in earlier:
+        patch.attachment.remove()
     return attachment.attach(RunnerPatch(module, attachment) for module in modules)
 
 
@@ -263,10 +260,9 @@ def number_padded_rows(model: nn.Module) -> Attachment | None:
 
 def take_over(models: Iterable[nn.Module]) -> None:
     """Detach earlier trainers from `models`: they attach again when they compute again."""
-    for module in (module for model in models for module in model.modules()):
-        for patch in patches_on(module):
-            if patch.attachment.state in ("in use", "paused", "copied"):
-                patch.attachment.take_over()
+    for patch in [patch for model in models for module in model.modules() for patch in patches_on(module)]:
+        if patch.attachment.state in ("in use", "paused", "copied"):
+            patch.attachment.take_over()
 
 
 def forget_original(model: nn.Module) -> None:

@@ -59,16 +59,14 @@ class RemovePadding(Part):
                     counts.append(handle.stats)
                 handle.stats = counts[i]
                 handles.append(handle)
-        if self._compiles:
-            self._compile()
+        self._compile()
 
     def on_init_end(self) -> None:
         self._compiles = self.trainer.args.torch_compile
-        if self._compiles:
-            self._compile()
+        self._compile()
 
     def _compile(self) -> None:
-        args, handles = self.trainer.args, self.trainer.padding.handles
+        args, handles = self.trainer.args, self.trainer.padding.handles if self._compiles else []
         if handles and is_zero(3, self.trainer.accelerator):
             raise PaddingRemovalError(
                 "`torch_compile=True` makes one graph of each decoder layer, but DeepSpeed ZeRO-3 gathers weights "
