@@ -343,9 +343,8 @@ class BatchPatch(ForwardPatch):
     @torch.compiler.disable
     def _untraced(self, *args: Any, **kwargs: Any) -> Any:
         self.attachment.say_once(
-            f"`torch.compile` compiles nothing of {type(self.module).__name__}: padding removal is attached, and the "
-            "number of packed tokens differs from batch to batch. Call `layer.compile()` for each layer instead (in a "
-            "trainer: `torch_compile=True`)."
+            f"`torch.compile` compiles nothing of {type(self.module).__name__}, because padding removal is attached. "
+            "Call `layer.compile()` for each layer instead (in a trainer: `torch_compile=True`)."
         )
         return self.call(*args, **kwargs)
 
