@@ -130,7 +130,7 @@ def test_each_token_of_a_tree_is_computed_once(seed):
 def test_each_mixer_runs_in_its_mode():
     for family, ways in KINDS.items():
         with remove_padding(build(family)) as handle:
-            assert Counter(mixer.mode for mixer in handle.mixers.mixers) == ways, family
+            assert Counter(mixer.mode for mixer in handle.anatomy.mixers.mixers) == ways, family
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ class Context:
     runner: ForwardRunner | None = None  # computes forwards of models in parts
     own_checkpoint: bool = False  # whether the checkpoint around a forward is one of this package
     disabled: frozenset[object] = frozenset()  # attachments that are switched off
-    stats: object = None  # token counts of forwards that are not the user's, in place of a handle's
+    stats: Any = None  # token counts of forwards that are not the user's, in place of a handle's
     strict: bool = False  # whether a call that cannot be packed raises an error, as with a handle's `strict`
     attention: str | None = None  # attention of padded forwards, in place of the one in the config
 

@@ -23,7 +23,6 @@ from .context import context, in_backward
 from .errors import UnpackableCallError
 from .layout.layout import Layout
 from .layout.shared_prefixes import PrefixedLayout
-from .mixers.mixers import Mixers
 from .model.changes import ModuleChanges
 from .model.inspection import takes, takes_any_argument
 from .model.older import resume_packed_search, spare_packed_search
@@ -210,11 +209,6 @@ class PaddingRemoval(Attachment):
         self.name = "handle"  # in messages: where a user finds it
         self._reported: set[str] = set()
 
-    @property
-    def mixers(self) -> Mixers:
-        """The modules of the decoder that mix tokens, each with its mode."""
-        return self.anatomy.mixers
-
     def tokens_of(self, layout: Layout) -> LocalTokens:
         """The tokens of a packed row that this process computes."""
         return LocalTokens(layout) if self.context_parallel is None else tokens_of(layout, self.context_parallel)
@@ -222,8 +216,7 @@ class PaddingRemoval(Attachment):
     @property
     def running_stats(self) -> PaddingStats:
         """The counts of the forwards of this thread: `stats`, or those of a running comparison."""
-        stats = context().stats
-        return stats if isinstance(stats, PaddingStats) else self.stats
+        return context().stats or self.stats
 
     def count(self, layout: Layout) -> None:
         """Count a packed forward; not its recomputation in a backward."""
@@ -286,7 +279,12 @@ class PaddingRemoval(Attachment):
     @property
     def has_changed(self) -> bool:
         """Whether calls are computed padded, because a module of the decoder has a new hook, or was replaced."""
-        return self.changes is not None and self.changes.has_changed
+        try:
+            if self.changes is not None:
+                self.changes.check()
+        except UnpackableCallError:
+            return True
+        return False
 
     def attach(self, patches: Iterable[ForwardPatch]) -> Self:
         # transformers searches `position_ids` for packed sequences, and the host waits for the result. Packed forwards

@@ -58,7 +58,7 @@ def split_rows(handle: PaddingRemoval, group: ProcessGroup | None = None) -> Pad
     processes = Group.of(group)
     # With fewer heads than processes some would have none, and could not join the all-to-all of attention.
     heads = getattr(handle.decoder.config.get_text_config(), "num_attention_heads", None)
-    if handle.mixers.in_mode(DIRECT) and heads is not None and heads < processes.size:
+    if handle.anatomy.mixers.in_mode(DIRECT) and heads is not None and heads < processes.size:
         raise ValueError(
             f"{type(handle.decoder).__name__} has {heads} attention heads for {processes.size} processes. Use fewer "
             "processes."
@@ -69,10 +69,10 @@ def split_rows(handle: PaddingRemoval, group: ProcessGroup | None = None) -> Pad
 
 def _obstacle(handle: PaddingRemoval) -> str | None:
     """Why several processes cannot compute one row of this model; `None` if they can."""
-    for mixer in handle.mixers.in_mode(ROWS):
+    for mixer in handle.anatomy.mixers.in_mode(ROWS):
         return f"`{mixer.name}` ({type(mixer.module).__name__}) is computed on whole rows: {mixer.why}"
     # A recurrence is divided by heads or channels: all functions that it calls must treat these independently.
-    for mixer in handle.mixers.in_mode(FORKED):
+    for mixer in handle.anatomy.mixers.in_mode(FORKED):
         if unsupported := primitives_of(mixer.module) - CONTEXT_PARALLEL.keys() - LEFT_OUT:
             return (
                 f"`{mixer.name}` ({type(mixer.module).__name__}) calls {sorted(unsupported)}, which need all channels"

@@ -96,15 +96,6 @@ class ModuleChanges:
             "padding removal is attached, if it treats every token by itself.",
         )
 
-    @property
-    def has_changed(self) -> bool:
-        """Whether [`ModuleChanges.check`] raises an error."""
-        try:
-            self.check()
-        except UnpackableCallError:
-            return True
-        return False
-
     def _hooks(self) -> Iterator[tuple[str, Callable[..., Any]]]:
         """All hooks, each with the modules that it is registered for."""
         for i, hooks in enumerate(self.hooks):

@@ -216,7 +216,7 @@ def _distance(scores: Scores, reference: Scores, others: list[Scores], forwards:
     if scores.gradient is not None and reference.gradient is not None and gradients:
         gradient = relative_difference(scores.gradient, reference.gradient)
         rounded = max(relative_difference(other, reference.gradient) for other in gradients)
-    terms, depth = math.inf if widest else longest_sum, 8 * len(handle.mixers.mixers)
+    terms, depth = math.inf if widest else longest_sum, 8 * len(handle.anatomy.mixers.mixers)
     limits = Limits.of_scores(dtype, rounding, rounded, size=forwards.size, terms=terms, depth=depth)
     limit = None if gradient is None else limits.gradient
     return Distance(difference.mean().item(), difference.max().item(), limits.mean, limits.maximum, gradient, limit)

@@ -101,7 +101,7 @@ class Forwards:
         """
         rows, others = self._twice(self._of_each_row, gradients)
         # A recurrent layer that starts from the state of a prefix rounds differently, whatever the attention function.
-        forks = self.handle.prefix_sharing and self.handle.mixers.in_mode(FORKED)
+        forks = self.handle.prefix_sharing and self.handle.anatomy.mixers.in_mode(FORKED)
         if (self.dtype not in WIDEST_SCORE and not forks) or not _fits_float64(self.model):
             return rows, others, None
         run = partial(self._run, self._of_each_row, gradients)

@@ -92,8 +92,8 @@ def prepare(model: nn.Module, batch: dict[str, Any], handle: PaddingRemoval) -> 
     ids, mask = padded_batch(given)
     layout = padding_free_layout(mask)  # raises the errors that a forward of the whole batch would raise
     # If no packed forward of this model supports rows with masked tokens, compare them without these tokens.
-    has_holes = batch_obstacle(layout, False, handle.mixers) is None
-    ids, mask = short_snippets(ids, mask, chunk=handle.mixers.chunk, has_holes=has_holes)
+    has_holes = batch_obstacle(layout, False, handle.anatomy.mixers) is None
+    ids, mask = short_snippets(ids, mask, chunk=handle.anatomy.mixers.chunk, has_holes=has_holes)
     inputs = {"input_ids": ids, "attention_mask": mask} | _cache_off(model)
     return Sample(inputs, torch.arange(ids.shape[1] - 1, device=ids.device), _is_packed(given))
 

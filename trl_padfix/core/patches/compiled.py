@@ -105,7 +105,7 @@ def compile_layers(
     ALL_ATTENTION_FUNCTIONS.register(COMPILED, attend_compiled)
     register_mask_function(COMPILED, describe_mask)
     patches, uncompiled, functions = [], {}, {} if compiled is None else compiled
-    for name, layer in handle.mixers.layers.items():
+    for name, layer in handle.anatomy.mixers.layers.items():
         if not any(uses_attention_interface(m) for m in layer.modules()):
             continue
         if (reason := _obstacle(layer, handle.decoder)) is not None:

@@ -98,12 +98,12 @@ class CallPlanner:
 
     def __init__(self, patch: ForwardPatch, handle: PaddingRemoval):
         decoder = patch.module
-        self.patch, self.handle = patch, handle
+        self.patch, self.handle, self.mixers = patch, handle, handle.anatomy.mixers
         self.numbering = Numbering.of(decoder)
         self.is_causal = all(is_causal(m) or attends_within_tokens(m) for m in decoder.modules())
         self.hands_on = hands_arguments_on(decoder)  # its keyword arguments, to its layers
         self.accepts_any, self.parameters = takes_any_argument(decoder), frozenset(parameters_of(decoder.forward))
-        self.has_rows = bool(handle.mixers.in_mode(ROWS))
+        self.has_rows = bool(self.mixers.in_mode(ROWS))
         self.has_token_types = "embeddings.token_type_ids" in dict(decoder.named_buffers())
 
     def plan(self, inputs: DecoderInputs) -> Plan | None:
@@ -164,7 +164,7 @@ class CallPlanner:
             prefix_states=states,
             fixed_order=bool(handle.prefix_sharing),
             passed_on=frozenset(inputs.arguments) - self.parameters,
-            dry_run=DryRun(self.patch, handle.mixers.layers, arguments, last_position) if self.has_rows else None,
+            dry_run=DryRun(self.patch, self.mixers.layers, arguments, last_position) if self.has_rows else None,
         )
         if self.hands_on:  # then gradient checkpointing keeps the call with the arguments of each layer
             arguments[CALL] = call
@@ -210,7 +210,7 @@ class CallPlanner:
     def _match_other_processes(self, call: dict[str, Any]) -> None:
         """Join the dry run of other processes, although this batch needs none."""
         if self.needs_equal_calls:
-            DryRun(self.patch, self.handle.mixers.layers, self.accepted(call), 0).run_for_collectives()
+            DryRun(self.patch, self.mixers.layers, self.accepted(call), 0).run_for_collectives()
 
     def accepted(self, call: dict[str, Any]) -> dict[str, Any]:
         """The arguments of `call` that the decoder takes."""
@@ -263,7 +263,7 @@ def check_call(handle: PaddingRemoval, inputs: DecoderInputs, layout: Layout) ->
     if norm := next((m for m in handle.batch_norms if m.training or m.running_mean is None), None):
         reason = f"{type(norm).__name__} computes statistics of all tokens of a batch, padding included."
         raise UnpackableCallError("statistics", reason)
-    if reason := batch_obstacle(layout, inputs.prepared is not None, handle.mixers):
+    if reason := batch_obstacle(layout, inputs.prepared is not None, handle.anatomy.mixers):
         raise UnpackableCallError("holes" if inputs.prepared is None else "image masks", reason)
     # Not in a comparison, whose step may run padded.
     if (hook := handle.changes and handle.changes.check()) and handle.running_stats is handle.stats:

@@ -191,7 +191,7 @@ def sharing_obstacle(handle: PaddingRemoval, args: Any, is_sharded: bool) -> str
         return "images are not compared before a forward"
     if handle.anatomy.has_virtual_tokens:
         return "virtual tokens (prompt tuning, p-tuning) are not among the rows of a batch"
-    mixers = handle.mixers.mixers
+    mixers = handle.anatomy.mixers.mixers
     unserved = (m for m in mixers if m.mode != DIRECT and not (m.mode == FORKED and can_export_state(m.module)))
     if other := next(unserved, None):
         return f"`{other.name}` ({type(other.module).__name__}: {other.why}) passes no state to other forwards"
