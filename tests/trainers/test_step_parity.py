@@ -200,21 +200,39 @@ def test_a_loss_that_was_not_compared_is_named(tmp_path, caplog):
     assert any("`OfWholeBatches.compute_loss` was not compared" in line for line in our_warnings(caplog))
 
 
-def test_a_loss_that_replaces_another_one_is_compared(tmp_path):
-    """As by `%autoreload`, between two trainings of one trainer."""
+def test_a_loss_that_replaces_another_one_is_compared_once(tmp_path, capsys):
+    """Between two trainings: in a cell, with another value in its closure, or within the function (`%autoreload`)."""
 
-    def reads_padding(model, inputs, return_outputs=False, num_items_in_batch=None):
-        return model(**of_model(inputs)).logits.logsumexp(-1).square().mean()
+    def losses(at_padding):
+        def of_all(self, model, inputs, *_, **__):
+            weights = inputs["attention_mask"] + at_padding
+            return (model(**of_model(inputs)).logits.logsumexp(-1) * weights).mean()
 
-    trainer = make(trl_padfix, "SFT", tmp_path, padding_free=True, max_steps=1)
-    trainer.train()
-    assert trainer.padding.why_padded is None
-    trainer.compute_loss = reads_padding
-    trainer.train()
-    assert "reads logits at padding" in trainer.padding.why_padded
+        def of_tokens(self, model, inputs, *_, **__):
+            weights = at_padding * inputs["attention_mask"]
+            return (model(**of_model(inputs)).logits.logsumexp(-1) * weights).mean()
+
+        return of_all, of_tokens
+
+    def is_packed():
+        trainer.train()
+        return trainer.padding.why_padded is None
+
+    class Mine(trl.DPOTrainer):
+        _compute_loss, _ = losses(0)
+
+    trainer_class = trl_padfix.padding_free_trainer(Mine)
+    trainer = make(trl_padfix, "DPO", tmp_path, trainer_class=trainer_class, padding_free=True)
+    assert is_packed()
+    Mine._compute_loss, masked = losses(1)
+    assert not is_packed()
+    Mine._compute_loss.__code__ = masked.__code__
+    assert is_packed()
+    trainer.compute_loss = lambda *args, **_: losses(1)[0](None, *args)
+    assert not is_packed()
     del trainer.compute_loss
-    trainer.train()
-    assert trainer.padding.why_padded is None
+    assert is_packed()
+    assert capsys.readouterr().out.count("parity ok, the trainer's own loss") == 3
 
 
 @pytest.mark.parametrize("kind", ["SFT", "DPO"])

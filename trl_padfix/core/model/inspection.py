@@ -12,7 +12,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 from functools import cache, partial
-from types import CellType, CodeType, FunctionType, MethodType
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 from torch import nn
@@ -22,7 +22,7 @@ from ..errors import PaddingRemovalError
 
 __all__ = [
     "TRUSTED_GRADIENT_HOOKS", "TRUSTED_HOOKS", "TRUSTED_MIXERS", "TRUSTED_MODELS", "TRUSTED_MODULES",
-    "TRUSTED_WRAPPERS", "bind", "counts_columns", "forward_of", "forwards_in", "global_in", "globals_of",
+    "TRUSTED_WRAPPERS", "bind", "code_of", "counts_columns", "forward_of", "forwards_in", "global_in", "globals_of",
     "hands_arguments_on", "is_of", "kernel_parameters", "loaded_globals", "module_of", "name_of", "names_in",
     "package_of", "parameters_of", "pools_by_token_id", "runs_another", "takes", "takes_any_argument", "variables_in",
     "with_globals", "without_checkpointing",
@@ -108,17 +108,17 @@ def forwards_in(module: nn.Module) -> list[Callable[..., Any]]:
 
 def names_in(function: Callable[..., Any]) -> tuple[str, ...]:
     """The names of globals and attributes that a function uses, without its decorators."""
-    return _code_of(function).co_names
+    return code_of(function).co_names
 
 
 def variables_in(function: Callable[..., Any]) -> tuple[str, ...]:
     """The names of the arguments and local variables of a function, without its decorators."""
-    return _code_of(function).co_varnames
+    return code_of(function).co_varnames
 
 
-def _code_of(function: Callable[..., Any]) -> CodeType:
-    """The code of a function, without its decorators."""
-    return inspect.unwrap(function).__code__
+def code_of(function: Any) -> Any:
+    """The code of a function, without its decorators; `None` for another object."""
+    return getattr(inspect.unwrap(function), "__code__", None)
 
 
 def global_in(module: nn.Module, name: str) -> Any:
@@ -209,7 +209,7 @@ def pools_by_token_id(model: nn.Module) -> bool:
     """
     for cls in type(model).__mro__:
         if "forward" in vars(cls):
-            code = _code_of(vars(cls)["forward"])
+            code = code_of(vars(cls)["forward"])
             if "pad_token_id" in code.co_names and "pooled_logits" in code.co_varnames:
                 return True
             if "__class__" not in code.co_freevars:
@@ -252,7 +252,7 @@ def _kernel_parameters(function: Callable) -> frozenset[str]:
     if inspect.isfunction(inner) and inner.__module__.startswith("transformers"):
         return frozenset()
     # The code, not the signature: a wrapper may claim the signature of the function that it wraps.
-    code = getattr(inspect.unwrap(function), "__code__", None)
+    code = code_of(function)
     names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount] if code else ()
     if set(names) <= {"self"}:
         raise PaddingRemovalError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -27,7 +26,7 @@ from ...core.model.patching import Attachment, ForwardPatch
 from ...core.parity.check import check_parity
 from ...core.parity.report import ParityError, ParityReport
 from ...core.remove import attachment_of
-from ..checks.user_code import custom_loss_name
+from ..checks.user_code import custom_loss_name, loss_functions
 from ..distributed import is_sharded, models_of, named_models_of, on_any_process, raise_on_all
 from ..messages import say
 from .part import PaddingFreeTrainer, Part, Step
@@ -117,7 +116,7 @@ class Parity(Part):
         self.trainer.padding.parity.clear()
         self.trainer.padding.why_padded = None
         self._has_run_user_step = False
-        self._loss_code = self._code_of_loss()
+        self._loss_functions = loss_functions(self.trainer)
         trainer = weakref.proxy(self.trainer)
         self._schedules = {m: ParitySchedule(trainer, self.settings.parity_check) for m in ("train", "eval")}
         self._first_steps: dict[str, int] = {}  # of each mode
@@ -125,7 +124,7 @@ class Parity(Part):
     @contextlib.contextmanager
     def around_step(self, step: Step) -> Iterator[None]:
         failed = None
-        if self._code_of_loss() != self._loss_code:  # a notebook has replaced it between two trainings
+        if loss_functions(self.trainer) != self._loss_functions:  # a notebook has replaced it between two trainings
             self.attach_to_models()
         if not self._first_steps:  # a user adds hooks between `__init__` and `train`
             for handle in self.trainer.padding.handles:
@@ -142,11 +141,6 @@ class Parity(Part):
             raise_on_all(failed)
         elif failed is not None:
             raise failed
-
-    def _code_of_loss(self) -> list[Any]:
-        """The code of the functions that compute the loss, which `%autoreload` replaces within them."""
-        functions = [inspect.unwrap(self.trainer.compute_loss), vars(self.trainer).get("compute_loss_func")]
-        return [getattr(function, "__code__", function) for function in functions]
 
     # -- the models
 
