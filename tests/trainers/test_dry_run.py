@@ -35,7 +35,7 @@ def test_it_compares_and_takes_no_step(tmp_path, capsys, monkeypatch):
     assert "max_steps" in table
     assert "num_train_epochs" not in table
     assert "micro-batch x 1 process = " in table
-    assert "the trainer's own loss: on 4 pairs" in table
+    assert "parity, train, loss             parity ok, the trainer's own loss: on 4 pairs" in table
     assert re.search("^mixed_precision +bf16$", table, re.MULTILINE)
     assert table.count("float32 weights") == 2
     for text in ("prefix_sharing", "data  ", "24 pairs; eval: 8 pairs", "parity, train, model", "parity, eval, model"):
@@ -114,8 +114,15 @@ def test_a_loss_that_would_be_computed_padded_fails_it(tmp_path, capsys):
 def test_it_says_whether_the_loss_was_tested_on_padding(is_padded, tmp_path, capsys):
     lengths = {} if is_padded else {"prompt": (5, 5), "answer": (4, 4)}
     assert dry_run(make(tmp_path / "run", padding_free=True, train_dataset=build_pairs(8, **lengths)))
-    line = next(line for line in capsys.readouterr().out.splitlines() if "the trainer's own loss: on 4 pairs" in line)
-    assert ("; not tested on padding, because the batch has none; " in line) is not is_padded
+    table = " ".join(capsys.readouterr().out.split())
+    assert table.count("the trainer's own loss: on 4 pairs") == 1
+    assert ("; not tested on padding, because the batch has none; " in table) is not is_padded
+
+
+class OfWholeBatches(trl_padfix.DPOTrainer):
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        assert len(inputs["input_ids"]) == 2 * self.args.per_device_train_batch_size
+        return super().compute_loss(model, inputs, *args, **kwargs)
 
 
 FREE = {"padding_free": True}
@@ -124,16 +131,17 @@ FREE = {"padding_free": True}
 @pytest.mark.parametrize(
     ("settings", "off", "reason"),
     [
-        ({}, "", "TRL's code computes, because `padding_free` is not set"),
-        (FREE, "1", "TRL's code computes, because TRL_PADFIX_OFF is set"),
-        (FREE | {"parity_check": False}, "", "`parity_check` is off"),
+        ({}, "", "not compared: TRL's code computes, because `padding_free` is not set"),
+        (FREE, "1", "not compared: TRL's code computes, because TRL_PADFIX_OFF is set"),
+        (FREE | {"parity_check": False}, "", "not compared: `parity_check` is off"),
+        (FREE | {"trainer_class": OfWholeBatches}, "", "loss `OfWholeBatches.compute_loss` was not compared"),
     ],
 )
 def test_it_says_where_nothing_is_compared(settings, off, reason, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("TRL_PADFIX_OFF", off)
     assert dry_run(make(tmp_path / "run", **settings))
-    table = capsys.readouterr().out
-    assert f"not compared: {reason}" in table
+    table = " ".join(capsys.readouterr().out.split())
+    assert reason in table
     assert ("computed padded" in table) == ("TRL's" in reason)
 
 

@@ -302,7 +302,7 @@ def test_a_model_may_have_an_empty_parameter_and_a_loss_of_trls_that_raises_is_n
     assert any("on a few rows it raises ZeroDivisionError" in line for line in our_warnings(caplog))
 
 
-def test_a_loss_is_compared_until_a_batch_has_a_gradient(tmp_path, monkeypatch):
+def test_a_loss_is_compared_until_a_batch_has_a_gradient(tmp_path, monkeypatch, capsys):
     """Where all rewards are equal, a loss that reads padding multiplies it by zero."""
 
     def build(library, **fields):
@@ -319,8 +319,10 @@ def test_a_loss_is_compared_until_a_batch_has_a_gradient(tmp_path, monkeypatch):
     theirs = norms(build(trl))
     assert theirs[1] == 0 < theirs[2]
     assert norms(build(trl_padfix, padding_free=True)) == pytest.approx(theirs, rel=1e-4)
-    monkeypatch.setattr(step_parity._Values, "is_zero", False)  # the control
+    monkeypatch.setattr(parity, "MOST_ZEROS", 2)  # the control
     assert norms(build(trl_padfix, padding_free=True)) != pytest.approx(theirs, rel=1e-3)
+    said = [line.split("; ")[-1] for line in capsys.readouterr().out.splitlines() if "has no gradient" in line]
+    assert said == ["the next batch is compared"] * 2 + ["none is compared after 2"]
 
 
 @pytest.mark.parametrize("side", ["prompt", "completion"])

@@ -165,6 +165,7 @@ def _findings(trainer: PaddingFreeTrainer, stats: PaddingStats, failed: ParityEr
     for mode, reports in trainer.padding.parity.items():
         for role, report in zip(named_models_of(trainer), reports, strict=False):
             found[f"parity, {mode}, {role}"] = str(report)
+    found |= {f"parity, {mode}, loss": outcome for mode, outcome in trainer.padding.loss_parity.items()}
     if failed is not None:
         found["FAILED"] = str(failed)
     elif (reason := trainer.padding.why_padded) is not None:

@@ -91,12 +91,13 @@ class ParitySchedule:
         return not on_any_process(self.trainer, not is_clear)
 
     def verdict(self, is_ok: bool, is_zero: bool) -> bool | None:
-        """Whether the step is right on all processes; `None` if it is zero on all, so that another one is compared."""
+        """Whether the step is right on all processes; `None` if it is zero on all: then another one is compared."""
         if on_any_process(self.trainer, not is_ok):
             return False
-        if on_any_process(self.trainer, not is_zero) or self.zeros + 1 == MOST_ZEROS:
+        if on_any_process(self.trainer, not is_zero):
             return True
-        self.is_active, self.zeros = True, self.zeros + 1
+        self.zeros += 1
+        self.is_active = self.zeros < MOST_ZEROS
         return None
 
 
@@ -114,6 +115,7 @@ class Parity(Part):
 
     def attach_to_models(self) -> None:  # a model is compared on its own first batches
         self.trainer.padding.parity.clear()
+        self.trainer.padding.loss_parity.clear()
         self.trainer.padding.why_padded = None
         self._has_run_user_step = False
         self._loss_functions = loss_functions(self.trainer)
@@ -165,7 +167,7 @@ class Parity(Part):
         else:
             for handle in self.trainer.padding.handles:
                 handle.accept_hooks()  # the comparison after these forwards checks them
-            said = NOT_COMPARED.format(type(self.trainer).__name__)
+            said = self.trainer.padding.loss_parity[step.mode] = NOT_COMPARED.format(type(self.trainer).__name__)
             if self.trainer.accelerator.is_local_main_process:
                 self.trainer.padding.handles[0].say_once(said, tell=say)
             with self._model_compared_on_first_call(step.mode, step.model):
@@ -256,7 +258,16 @@ class Parity(Part):
         # Where padded is wrong, or the model's check has failed, there is nothing to compare with. With `why_padded`,
         # this batch is computed padded anyway.
         is_clear = bool(reports) and all(r.ok and r.padded_is_right for r in reports) and step.why_padded is None
+        if not is_clear:
+            why = step.why_padded or "no packed forward, or padded ones are wrong"
+            padding.loss_parity[step.mode] = f"not compared: the first batch has {why}"
         return schedule.is_due(step.batches, is_clear)
+
+    def _tell_of_step(self, mode: str, outcome: str, tell: Callable[[str], None] | None) -> None:
+        """Keep an outcome, and tell it, unless the table of a dry run will have it."""
+        self.trainer.padding.loss_parity[mode] = outcome
+        if tell and self.trainer.accelerator.is_local_main_process and not self.trainer.padding.is_dry_run:
+            tell(outcome)
 
     def _compare_step(self, step: Step) -> str | None:
         """Compare the trainer's step; returns why its loss changes without padding, or `None`."""
@@ -267,19 +278,22 @@ class Parity(Part):
         report = check_step(trainer, step, gradients=step.mode == "train" and torch.is_grad_enabled())
         if report is None:
             name = custom_loss_name(trainer)
-            if trainer.accelerator.is_local_main_process:
-                (say if name is None else logger.warning)(
-                    f"`{name or 'compute_loss'}` was not compared with its padded value: it does not run on a few "
-                    "rows of a batch, or the batch has no `attention_mask`. If it reads logits at padding, they are "
-                    "zero: mask them by `attention_mask`, or set `padding_free=False`."
-                )
-            return None
-        verdict = schedule.verdict(report.ok, report.is_zero)
-        if verdict and trainer.accelerator.is_local_main_process and self._is_told(step.mode):
+            said = (
+                f"`{name or 'compute_loss'}` was not compared with its padded value: it does not run on a few "
+                "rows of a batch, or the batch has no `attention_mask`. If it reads logits at padding, they are "
+                "zero: mask them by `attention_mask`, or set `padding_free=False`."
+            )
+            return self._tell_of_step(step.mode, said, say if name is None else logger.warning)
+        verdict, is_told = schedule.verdict(report.ok, report.is_zero), self._is_told(step.mode)
+        if verdict is None:
+            said = f"parity not tested, the trainer's own loss: on {report.items} it is zero or has no gradient"
+            said += "; the next batch is compared" if schedule.is_active else f"; none is compared after {MOST_ZEROS}"
+            is_told &= schedule.zeros == 1 or not schedule.is_active
+        else:
             untested = "; not tested on padding, because the batch has none" if schedule.is_active else ""
-            say(f"parity ok, the trainer's own loss: {report}{untested}; {time.perf_counter() - begin:.1f} s")
+            said = f"parity ok, the trainer's own loss: {report}{untested}; {time.perf_counter() - begin:.1f} s"
         if verdict is not False:
-            return None
+            return self._tell_of_step(step.mode, said, say if is_told else None)
         if report.error:
             return f"a loss that raises an error without padding: {report}"
         if report.repeated:

@@ -90,6 +90,8 @@ class Padding:
         parity (`dict[str, list[ParityReport]]`):
             Reports of the parity check, one per model: `"train"` for the first training batch, `"eval"` for the first
             evaluation batch.
+        loss_parity (`dict[str, str]`):
+            Outcomes of the comparison of the trainer's own loss, with the same keys.
         why_padded (`str`, *optional*):
             Why all later steps run padded, if the parity check of a step found that the loss reads padding.
         task ([`Task`]):
@@ -115,6 +117,7 @@ class Padding:
         self.counts: list[PaddingStats] = []  # of each handle, also after another trainer has taken over its model
         self.numberings: list[Attachment] = []  # of left-padded rows
         self.parity: dict[str, list[ParityReport]] = {}
+        self.loss_parity: dict[str, str] = {}
         self.task: Task
         self.parts: tuple[Part, ...] = ()
         self.budget: Any = None  # `TokenBudget`
