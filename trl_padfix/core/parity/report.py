@@ -50,7 +50,7 @@ class Distance:
     def scores_agree(self) -> bool:
         return self.mean <= self.mean_tolerance and self.maximum <= self.maximum_tolerance
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return self._scores_text + self._gradient_text
 
     @property
@@ -129,7 +129,7 @@ class ParityReport(Distance):
         """Whether padded agrees with each row alone, as far as rows alone were computed."""
         return self.padded_from_alone is None or self.padded_from_alone.ok
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         mode = "prefix sharing" if self.prefix_sharing else "padding-free"
         verdict = ("ok" if self.packed_tokens else "not tested, because nothing was packed") if self.ok else "FAILED"
         yardstick = "" if self.rounding is None else f", where two padded forwards differ by {self.rounding:.2e}"
