@@ -160,6 +160,8 @@ def test_a_loss_that_reads_padding_only_in_evaluation_runs_padded(tmp_path):
     assert_same(ours[0], theirs)
     with pytest.raises(AssertionError):  # the control
         assert_same(ours[1], theirs, rtol=1e-3)
+    before_training = (build_trainer(tmp_path, ReadsPadding, c).evaluate() for c in ([], [PaddingRemovalCallback()]))
+    assert len({round(metrics["eval_loss"], 4) for metrics in before_training}) == 1
 
 
 class CountsZeros(ReadsPadding):
@@ -203,7 +205,7 @@ def test_a_batch_without_a_mask_of_its_rows_trains_and_a_warning_says_that_the_l
     assert caplog.text.count("The loss of OtherMasks is not compared") == (mask == "prepared")
 
 
-def test_what_it_logs_reaches_the_reporters_before_it(tmp_path):
+def test_what_it_logs_reaches_the_reporters_before_it(tmp_path, capsys):
     seen = []
 
     class Reporter(TrainerCallback):
@@ -212,6 +214,7 @@ def test_what_it_logs_reaches_the_reporters_before_it(tmp_path):
 
     train(tmp_path, callbacks=[Reporter(), PaddingRemovalCallback(prefix_sharing=True)])
     assert sum("padfix/pad_fraction" in log for log in seen) == 5
+    assert capsys.readouterr().out.count("parity ok, the trainer's own loss") == 2  # of training and of evaluation
 
 
 def test_a_prediction_within_a_training_does_not_end_its_metrics(tmp_path):

@@ -104,6 +104,7 @@ class _Run:
         first_call (`dict`, *optional*): Arguments of the first packed call; `None` if they are not to be compared.
         recording (`ExitStack`): Ends the recording of that call.
         undo (`ExitStack`): Detaches from the models.
+        compute_loss (`Callable`, *optional*): The trainer's, as [`PaddingRemovalCallback._pad_steps`] has set it.
         counters (`dict`): Tokens of each mode.
         counted ([`PaddingStats`]): The counts of the policy that are in the counters.
     """
@@ -117,6 +118,7 @@ class _Run:
     first_call: dict[str, torch.Tensor] | None = None
     recording: ExitStack = field(default_factory=ExitStack)
     undo: ExitStack = field(default_factory=ExitStack)
+    compute_loss: Callable[..., Any] | None = None
     counters: dict[str, TokenCounter] = field(default_factory=lambda: {m: TokenCounter() for m in ("train", "eval")})
     counted: PaddingStats = field(default_factory=PaddingStats)
 
@@ -245,6 +247,8 @@ class PaddingRemovalCallback(TrainerCallback):
         if self.parity_check:
             recorded = first_call(trainer.model, self.handles[0])
             self._run.first_call = self._run.undo.enter_context(self._run.recording).enter_context(recorded)
+        if trainer is self._given:
+            self._pad_steps(self._run)  # an evaluation may come before the training
 
     def _attach_to(self, models: list[Any], run: _Run) -> None:
         try:
@@ -271,6 +275,8 @@ class PaddingRemovalCallback(TrainerCallback):
     def _pad_steps(self, run: _Run) -> None:
         """Compute a batch padded if its loss needs states that a packed forward does not have."""
         trainer, compute = run.trainer, run.trainer.compute_loss
+        if compute is run.compute_loss:
+            return
 
         @wraps(compute)  # so that a user's function, which was set on the trainer, is still found
         def compute_loss(model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -281,6 +287,7 @@ class PaddingRemovalCallback(TrainerCallback):
                 with entered(handle.padded(reason) for handle in self.handles if reason):
                     return compute(model, inputs, *args, **kwargs)
 
+        run.compute_loss = compute_loss
         set_until_closed(run.undo, trainer, "compute_loss", compute_loss)
 
     def _check_loss(self, run: _Run, inputs: Any, compute: Callable[[Any], Any]) -> None:
@@ -294,8 +301,12 @@ class PaddingRemovalCallback(TrainerCallback):
         if schedule.is_due(padded):
             loss, other = (self._padded_loss(trainer, inputs, batches, compute) for batches in ([], padded))
             limit = Limits.of_step(lowest_dtype(trainer.model)).mean * max(abs(loss), 1.0)
-            if schedule.verdict(not abs(loss - other) > limit, loss == 0 or not padded) is False:
+            verdict = schedule.verdict(not abs(loss - other) > limit, loss == 0 or not padded)
+            if verdict is False:
                 run.why_padded = READS_PADDING
+            elif verdict and trainer.accelerator.is_local_main_process:
+                changed = f"with other tokens at padding off by {abs(loss - other):.1e} (at most {limit:.0e})"
+                say(f"parity ok, the trainer's own loss: {loss:.6g}, {changed}; computed padded twice more")
 
     def _padded_loss(self, trainer: Trainer, inputs: Any, refilled: list[Any], compute: Callable) -> float:
         """The padded loss of a batch, with other embeddings and logits at padding if it is `refilled`."""
@@ -354,7 +365,7 @@ class PaddingRemovalCallback(TrainerCallback):
         if len(decoders) > len(self.handles):  # a plug-in attaches before TRL makes the reference
             self._attach_to(models[len(self.handles) :], self._run)
         self._run.phase = TRAINING
-        self._pad_steps(self._run)  # here, since code may set `compute_loss` on a trainer before it trains
+        self._pad_steps(self._run)  # again, since code may set `compute_loss` on a trainer before it trains
         callbacks = trainer.callback_handler.callbacks
         callbacks.remove(self)
         callbacks.insert(0, self)  # so that `on_log` of trackers comes after ours, which adds the metrics
