@@ -284,7 +284,7 @@ def test_half_precision_tells_one_foreign_token_from_rounding(gpu, initializer, 
         right = check(sharing)
         assert right.ok, right
         assert right.mean <= 1.3 * right.rounding  # far below the limit of 3 times
-        assert f"where two padded forwards differ by {right.rounding:.2e}" in str(right)
+        assert f"scores of two padded forwards differ by {right.rounding:.2e}" in str(right)
     assert len(gpu.varlen) == 4 * layers  # short rows, and the longest one
     right_layout = trl_padfix.core.call.layout_of.padding_free_layout
     monkeypatch.setattr(

@@ -220,9 +220,9 @@ class PaddingRemovalCallback(TrainerCallback):
         if self not in callbacks:
             trainer.add_callback(self)
         self._given = trainer
-        self._begin(trainer)
+        self._pad_steps(self._begin(trainer))  # an evaluation may come before the training
 
-    def _begin(self, trainer: Any) -> None:
+    def _begin(self, trainer: Any) -> _Run:
         """Attach to the models of a trainer, or of a stand-in."""
         self.remove()
         if splitting_parallelism(trainer.accelerator, "cp_size"):
@@ -247,8 +247,7 @@ class PaddingRemovalCallback(TrainerCallback):
         if self.parity_check:
             recorded = first_call(trainer.model, self.handles[0])
             self._run.first_call = self._run.undo.enter_context(self._run.recording).enter_context(recorded)
-        if trainer is self._given:
-            self._pad_steps(self._run)  # an evaluation may come before the training
+        return self._run
 
     def _attach_to(self, models: list[Any], run: _Run) -> None:
         try:
@@ -275,8 +274,6 @@ class PaddingRemovalCallback(TrainerCallback):
     def _pad_steps(self, run: _Run) -> None:
         """Compute a batch padded if its loss needs states that a packed forward does not have."""
         trainer, compute = run.trainer, run.trainer.compute_loss
-        if compute is run.compute_loss:
-            return
 
         @wraps(compute)  # so that a user's function, which was set on the trainer, is still found
         def compute_loss(model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -305,8 +302,7 @@ class PaddingRemovalCallback(TrainerCallback):
             if verdict is False:
                 run.why_padded = READS_PADDING
             elif verdict and trainer.accelerator.is_local_main_process:
-                changed = f"with other tokens at padding off by {abs(loss - other):.1e} (at most {limit:.0e})"
-                say(f"parity ok, the trainer's own loss: {loss:.6g}, {changed}; computed padded twice more")
+                say(f"parity ok, the trainer's own loss: padded {loss:.6g}, with other tokens at padding {other:.6g}")
 
     def _padded_loss(self, trainer: Trainer, inputs: Any, refilled: list[Any], compute: Callable) -> float:
         """The padded loss of a batch, with other embeddings and logits at padding if it is `refilled`."""
@@ -365,7 +361,8 @@ class PaddingRemovalCallback(TrainerCallback):
         if len(decoders) > len(self.handles):  # a plug-in attaches before TRL makes the reference
             self._attach_to(models[len(self.handles) :], self._run)
         self._run.phase = TRAINING
-        self._pad_steps(self._run)  # again, since code may set `compute_loss` on a trainer before it trains
+        if trainer.compute_loss is not self._run.compute_loss:  # another one may have been set since `attach`
+            self._pad_steps(self._run)
         callbacks = trainer.callback_handler.callbacks
         callbacks.remove(self)
         callbacks.insert(0, self)  # so that `on_log` of trackers comes after ours, which adds the metrics

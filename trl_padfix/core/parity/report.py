@@ -51,20 +51,13 @@ class Distance:
         return self.mean <= self.mean_tolerance and self.maximum <= self.maximum_tolerance
 
     def __repr__(self) -> str:
-        return self._scores_text + self._gradient_text
-
-    @property
-    def _scores_text(self) -> str:
-        return (
+        scores = (
             f"mean {self.mean:.2e} (at most {self.mean_tolerance:.0e}), "
             f"largest {self.maximum:.2e} (at most {self.maximum_tolerance:.0e})"
         )
-
-    @property
-    def _gradient_text(self) -> str:
         if self.gradient is None:
-            return ""
-        return f"; gradient off by {self.gradient:.2e} of its norm (at most {self.gradient_tolerance:.0e})"
+            return scores
+        return f"{scores}; gradient off by {self.gradient:.2e} of its norm (at most {self.gradient_tolerance:.0e})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,8 +125,8 @@ class ParityReport(Distance):
     def __repr__(self) -> str:
         mode = "prefix sharing" if self.prefix_sharing else "padding-free"
         verdict = ("ok" if self.packed_tokens else "not tested, because nothing was packed") if self.ok else "FAILED"
-        yardstick = "" if self.rounding is None else f", where two padded forwards differ by {self.rounding:.2e}"
-        gradient = f"; gradients not compared: {self.not_compared}" if self.not_compared else self._gradient_text
+        yardstick = "" if self.rounding is None else f"; scores of two padded forwards differ by {self.rounding:.2e}"
+        obstacle = f"; gradients not compared: {self.not_compared}" if self.not_compared else ""
         alone = ""
         if self.packed_from_alone is not None:
             alone = (
@@ -142,7 +135,7 @@ class ParityReport(Distance):
             )
         return (
             f"parity {verdict} ({mode}, {self.implementation}, {self.dtype}): difference of "
-            f"{self.compared} scores {self._scores_text}{yardstick}{gradient}; "
+            f"{self.compared} scores {super().__repr__()}{yardstick}{obstacle}; "
             f"{self.packed_tokens} packed against {self.padded_tokens} padded tokens{alone}"
             + ("" if self.longest is None else f"; the longest row, packed and alone: {self.longest}")
         )

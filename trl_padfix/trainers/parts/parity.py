@@ -30,7 +30,7 @@ from ..checks.user_code import custom_loss_name, loss_functions
 from ..distributed import is_sharded, models_of, named_models_of, on_any_process, raise_on_all
 from ..messages import say
 from .part import PaddingFreeTrainer, Part, Step
-from .step_parity import REFILLED, check_step, has_padding, precision_in
+from .step_parity import REFILLED, StepReport, check_step, has_padding, precision_in
 
 
 __all__ = ["Parity", "ParitySchedule", "compare", "first_call", "print_reports"]
@@ -168,8 +168,7 @@ class Parity(Part):
             for handle in self.trainer.padding.handles:
                 handle.accept_hooks()  # the comparison after these forwards checks them
             said = self.trainer.padding.loss_parity[step.mode] = NOT_COMPARED.format(type(self.trainer).__name__)
-            if self.trainer.accelerator.is_local_main_process:
-                self.trainer.padding.handles[0].say_once(said, tell=say)
+            self._tell(said)
             with self._model_compared_on_first_call(step.mode, step.model):
                 yield
 
@@ -247,6 +246,11 @@ class Parity(Part):
     def _is_told(self, mode: str) -> bool:
         return mode == "train" or not (self.trainer.is_in_train or "train" in self.trainer.padding.parity)
 
+    def _tell(self, text: str, tell: Callable[[str], None] = say) -> None:
+        """Tell a text once, on one process of each machine."""
+        if self.trainer.accelerator.is_local_main_process:
+            self.trainer.padding.handles[0].say_once(text, tell=tell)
+
     # -- the trainer's step
 
     def _is_step_due(self, step: Step) -> bool:
@@ -259,41 +263,20 @@ class Parity(Part):
         # this batch is computed padded anyway.
         is_clear = bool(reports) and all(r.ok and r.padded_is_right for r in reports) and step.why_padded is None
         if not is_clear:
-            why = step.why_padded or "no packed forward, or padded ones are wrong"
+            why = step.why_padded or "no packed forward, or wrong padded ones"
             padding.loss_parity[step.mode] = f"not compared: the first batch has {why}"
         return schedule.is_due(step.batches, is_clear)
-
-    def _tell_of_step(self, mode: str, outcome: str, tell: Callable[[str], None] | None) -> None:
-        """Keep an outcome, and tell it, unless the table of a dry run will have it."""
-        self.trainer.padding.loss_parity[mode] = outcome
-        if tell and self.trainer.accelerator.is_local_main_process and not self.trainer.padding.is_dry_run:
-            tell(outcome)
 
     def _compare_step(self, step: Step) -> str | None:
         """Compare the trainer's step; returns why its loss changes without padding, or `None`."""
         trainer, schedule = self.trainer, self._schedules[step.mode]
-        if trainer.accelerator.is_local_main_process:
-            trainer.padding.handles[0].say_once("comparing the trainer's own loss on a few rows", tell=say)
+        self._tell("comparing the trainer's own loss on a few rows")
         begin = time.perf_counter()
         report = check_step(trainer, step, gradients=step.mode == "train" and torch.is_grad_enabled())
-        if report is None:
-            name = custom_loss_name(trainer)
-            said = (
-                f"`{name or 'compute_loss'}` was not compared with its padded value: it does not run on a few "
-                "rows of a batch, or the batch has no `attention_mask`. If it reads logits at padding, they are "
-                "zero: mask them by `attention_mask`, or set `padding_free=False`."
-            )
-            return self._tell_of_step(step.mode, said, say if name is None else logger.warning)
-        verdict, is_told = schedule.verdict(report.ok, report.is_zero), self._is_told(step.mode)
-        if verdict is None:
-            said = f"parity not tested, the trainer's own loss: on {report.items} it is zero or has no gradient"
-            said += "; the next batch is compared" if schedule.is_active else f"; none is compared after {MOST_ZEROS}"
-            is_told &= schedule.zeros == 1 or not schedule.is_active
-        else:
-            untested = "; not tested on padding, because the batch has none" if schedule.is_active else ""
-            said = f"parity ok, the trainer's own loss: {report}{untested}; {time.perf_counter() - begin:.1f} s"
-        if verdict is not False:
-            return self._tell_of_step(step.mode, said, say if is_told else None)
+        verdict = None if report is None else schedule.verdict(report.ok, report.is_zero)
+        if report is None or verdict is not False:
+            self._tell_outcome(step.mode, report, verdict, time.perf_counter() - begin)
+            return None
         if report.error:
             return f"a loss that raises an error without padding: {report}"
         if report.repeated:
@@ -302,6 +285,27 @@ class Parity(Part):
         distance, most = report.found[REFILLED]
         is_of_padding = on_any_process(trainer, not most.allow(*distance))
         return f"{READS_PADDING if is_of_padding else MIXES_ROWS}, or set `padding_free=False`. The loss {report}"
+
+    def _tell_outcome(self, mode: str, report: StepReport | None, verdict: bool | None, seconds: float) -> None:
+        """Keep the outcome of a comparison that found no fault, and tell it unless the table of a dry run has it."""
+        padding, schedule, tell = self.trainer.padding, self._schedules[mode], say
+        if report is None:
+            name = custom_loss_name(self.trainer)
+            tell = say if name is None else logger.warning
+            outcome = (
+                f"`{name or 'compute_loss'}` was not compared with its padded value: it does not run on a few rows of "
+                "a batch, or the batch has no `attention_mask`. If it reads logits at padding, they are zero: mask "
+                "them by `attention_mask`, or set `padding_free=False`."
+            )
+        elif verdict is None:
+            then = "the next batch is compared" if schedule.is_active else f"none is compared after {MOST_ZEROS}"
+            outcome = f"parity not tested, the trainer's own loss: zero or no gradient on {report.items}; {then}"
+        else:
+            untested = "; not tested on padding, because the batch has none" if schedule.is_active else ""
+            outcome = f"parity ok, the trainer's own loss: {report}{untested}; {seconds:.1f} s"
+        padding.loss_parity[mode] = outcome
+        if not padding.is_dry_run and (report is None or self._is_told(mode)):
+            self._tell(outcome, tell)
 
 
 def compare(
@@ -385,21 +389,14 @@ def first_call(model: torch.nn.Module, handle: PaddingRemoval) -> Iterator[dict[
         elif tensors and not has_cache(kwargs) and will_pack(handle, tensors):
             call.update(outer | tensors)
 
+    class Recorder(ForwardPatch):
+        def call(self, *args: Any, **kwargs: Any) -> Any:
+            keep(self.module, args, kwargs)
+            return self.wrapped(*args, **kwargs)
+
     recording = Attachment(model)
-    recorders = [_Recorder(module, recording, keep) for module in dict.fromkeys((model, called))]
+    recorders = [Recorder(module, recording) for module in dict.fromkeys((model, called))]
     # A hook, because ms-swift embeds images in another hook, which runs later: the patch only sees embeddings. And a
     # patch, because sentence-transformers calls `model.forward`, which runs no hooks.
     with called.register_forward_pre_hook(keep, with_kwargs=True, prepend=True), recording.attach(recorders):
         yield call
-
-
-class _Recorder(ForwardPatch):
-    """Hands the arguments of each call to a function, and passes the call on."""
-
-    def __init__(self, module: torch.nn.Module, attachment: Attachment, keep: Callable[..., None]):
-        super().__init__(module, attachment)
-        self.keep = keep
-
-    def call(self, *args: Any, **kwargs: Any) -> Any:
-        self.keep(self.module, args, kwargs)
-        return self.wrapped(*args, **kwargs)
