@@ -264,7 +264,7 @@ class Parity(Part):
         is_clear = bool(reports) and all(r.ok and r.padded_is_right for r in reports) and step.why_padded is None
         if not is_clear:
             why = step.why_padded or "no packed forward, or wrong padded ones"
-            padding.loss_parity[step.mode] = f"not compared: the first batch has {why}"
+            padding.loss_parity.setdefault(step.mode, f"not compared: the first batch has {why}")
         return schedule.is_due(step.batches, is_clear)
 
     def _compare_step(self, step: Step) -> str | None:
