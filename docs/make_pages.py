@@ -80,8 +80,8 @@ METRICS = """
 
 The fractions cover only packed forwards. In evaluation, each name begins with `eval_`.
 
-**Moved completions** (GRPO, RLOO, distillation): if you accumulate without a token budget, and the loss sums over rows,
-`prefix_sharing` moves completions of one prompt into one micro-batch. Means over batches (`entropy`, `kl`,
+**Moved completions** (GRPO, RLOO, distillation): if you accumulate without a token budget, and the loss sums over
+rows, `prefix_sharing` moves completions of one prompt into one micro-batch. Means over batches (`entropy`, `kl`,
 `clip_ratio`) then differ from TRL's.
 
 ## Flags and environment

@@ -39,7 +39,7 @@ CONFIGURATIONS: list[tuple[str, dict[str, Any], str]] = [
     *(("DPO", {"padding_side": x}, f"`padding_side` must be 'left', .* got {x!r}") for x in ("middle", "LEFT", "", 1)),
     *(("DPO", FREE | {"prefix_sharing": x}, f"True, False or 'auto', got {x!r}") for x in ("always", None, 1)),
     ("DPO", {"parity_check": "short"}, "`parity_check='short'` is of type `str`; a flag is True or False"),
-    *(("Reward", {n: PACKED_ONLY[n]}, rf"`{n}=\w+` needs `padding_free=True`") for n in NEEDS_PADDING_FREE),
+    *(("Reward", {n: PACKED_ONLY[n]}, rf"`{n}='?\w+'?` needs `padding_free=True`") for n in NEEDS_PADDING_FREE),
     ("DPO", {"attn_implementation": {"a": 1}}, "got {'a': 1}"),
     ("DPO", {"attn_implementation": 3}, "a name, or a mapping"),
     ("DPO", {"attn_implementation": "{a"}, "not JSON"),
@@ -160,6 +160,9 @@ BAD = {
         "Distillation",
         lambda: {"teacher_model": None},
         "The student needs a teacher, and `teacher_model` is not given",
+    ),
+    "fewer prompts than a generation": Bad(
+        "GRPO", lambda: {"train_dataset": Dataset.from_dict({"prompt": ["w3"]})}, r"has 1: .*no step\. Lower"
     ),
     "a budget below a completion": Bad(
         "Distillation", lambda: FREE | {"max_tokens_per_batch": 8}, "Raise the budget above 12"

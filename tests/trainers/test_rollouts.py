@@ -135,7 +135,8 @@ def test_streams_and_groups_that_are_split_are_errors():
     with pytest.raises(ValueError, match="finds nothing to compare: of 0 tasks"):
         record(rollouts().select([]))
     recorded = record(rollouts())
-    with pytest.raises(ValueError, match=r"pass `recorded.prompts` as `train_dataset`"):
+    assert record(rollouts().map(lambda row: {"task": [row["task"]]})).prompts.num_rows == recorded.prompts.num_rows
+    with pytest.raises(ValueError, match=r"pass \(a part of\) `recorded.prompts` as the dataset"):
         recorded([[{"role": "user", "content": "Hi"}]], None)
     with pytest.raises(ValueError, match="These completions were not recorded"):
         RecordedRollouts.rewards(["of the policy"])

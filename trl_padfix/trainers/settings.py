@@ -232,7 +232,7 @@ def check_packing(settings: Settings) -> None:
     for name, reason in NEEDS_PADDING_FREE.items():
         value = vars(settings)[name]
         if value and not settings.padding_free:
-            raise ValueError(f"`{name}={value}` needs `padding_free=True`: {reason}. Set both, or neither.")
+            raise ValueError(f"`{name}={value!r}` needs `padding_free=True`: {reason}. Set both, or neither.")
     budget = settings.max_tokens_per_batch
     if multiple is not None and isinstance(budget, int) and (length := packed_length(budget, multiple)) != budget:
         raise ValueError(

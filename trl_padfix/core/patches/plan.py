@@ -194,7 +194,7 @@ class CallPlanner:
             self.handle.say_once(
                 f"{type(decoder).__name__} takes the column of a token as its position, so its padded outputs depend "
                 "on the padding before a row. Packed outputs are those of each row alone, and differ from the padded "
-                "ones. Pass `position_ids` that begin at 0 in each row to get the same outputs padded. (Shown once.)"
+                "ones. Pass `position_ids` that begin at 0 in each row to get the same outputs padded."
             )
         packed = tokens.select(pack_arguments(inputs, tokens.layout, decoder, self.numbering))
         if self.has_token_types and packed.get("token_type_ids") is None:

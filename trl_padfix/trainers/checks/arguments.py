@@ -39,9 +39,8 @@ def check_arguments(
     for name in ("max_completion_length", "max_new_tokens") if budget and is_sampled else ():
         if (longest := vars(config).get(name) or 0) > (budget or longest):
             raise ValueError(
-                f"A row may have `{name}={longest}` tokens, more than `max_tokens_per_batch={budget}`, and "
-                f"no batch could hold it. Raise the budget above {longest} plus the length of a prompt, or lower "
-                f"`{name}`."
+                f"A completion may have `{name}={longest}` tokens, more than `max_tokens_per_batch={budget}`: it "
+                f"would run alone. Raise the budget above {longest} plus the length of a prompt, or lower `{name}`."
             )
     side, collator = settings.padding_side, init_kwargs.get("data_collator")
     if side is not None and (not task.knows(collator) or getattr(collator, "padding_side", side) != side):

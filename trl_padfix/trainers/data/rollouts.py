@@ -95,12 +95,12 @@ class RecordedRollouts:
         values = [float(value) for value in dataset[reward]]
         if unknown := [i for i, value in enumerate(values) if math.isnan(value)]:
             raise ValueError(f"The `{reward}` of row {unknown[0]} (counted from 0) is not a number. Filter it out.")
-        trials: dict[Any, list[int]] = {}
+        trials: dict[str, list[int]] = {}
         for i, name in enumerate(dataset[task]):
-            trials.setdefault(name, []).append(i)
+            trials.setdefault(str(name), []).append(i)
         most = Counter(map(len, trials.values())).most_common(1)[0][0] if trials else 0
         fewer = sum(len(rows) < most for rows in trials.values())
-        groups = {str(name): rows[:most] for name, rows in trials.items() if len(rows) >= most > 1}
+        groups = {name: rows[:most] for name, rows in trials.items() if len(rows) >= most > 1}
         compared = {name: rows for name, rows in groups.items() if len({values[i] for i in rows}) > 1}
         summary = (
             f"of {len(trials)} tasks most have {most} trial{'s' * (most > 1)}, {fewer} have fewer, and the trials of "
@@ -122,7 +122,7 @@ class RecordedRollouts:
     def __call__(self, prompts: list[str], trainer: PaddingFreeTrainer) -> dict[str, Any]:
         """The trials of the tasks in `prompts` (each `num_generations` times there), as TRL's `rollout_func`."""
         if not {str(prompt) for prompt in prompts} <= self._tokens.keys():
-            raise ValueError("These prompts were not recorded: pass `recorded.prompts` as `train_dataset`.")
+            raise ValueError("These prompts were not recorded: pass (a part of) `recorded.prompts` as the dataset.")
         counts = Counter(prompts)
         if wrong := next((count for count in counts.values() if count != self.trials), 0):
             mode, suffix = ("train", "") if trainer.model.training else ("eval", "_eval")

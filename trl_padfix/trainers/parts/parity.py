@@ -291,12 +291,15 @@ class Parity(Part):
         padding, schedule, tell = self.trainer.padding, self._schedules[mode], say
         if report is None:
             name = custom_loss_name(self.trainer)
-            tell = say if name is None else logger.warning
-            outcome = (
-                f"`{name or 'compute_loss'}` was not compared with its padded value: it does not run on a few rows of "
-                "a batch, or the batch has no `attention_mask`. If it reads logits at padding, they are zero: mask "
-                "them by `attention_mask`, or set `padding_free=False`."
-            )
+            outcome = "not compared: the loss does not run on a few rows, or the batch has no `attention_mask`"
+            if name is not None:
+                tell, outcome = (
+                    logger.warning,
+                    (
+                        f"`{name}` was {outcome}. If it reads logits at padding, they are zero: mask them by "
+                        "`attention_mask`, or set `padding_free=False`."
+                    ),
+                )
         elif verdict is None:
             then = "the next batch is compared" if schedule.is_active else f"none is compared after {MOST_ZEROS}"
             outcome = f"parity not tested, the trainer's own loss: zero or no gradient on {report.items}; {then}"
