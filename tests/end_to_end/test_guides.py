@@ -214,5 +214,5 @@ assert dry_run(trainer) is EXPECTED
         exec(script + replaced(own, {"LOSS": loss, "SIDE": side, "EXPECTED": expected}), scope)
         scope["trainer"].train()
         said = caplog.text + "".join(capfd.readouterr())
-        assert ("A call of Qwen2Model is computed padded" in said) == (loss is fails)
+        assert ("A forward of Qwen2Model runs padded" in said) == (loss is fails)
         assert bool(re.search(printed, said)) == (loss is fails)

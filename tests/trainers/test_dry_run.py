@@ -107,7 +107,7 @@ def test_a_loss_that_would_be_computed_padded_fails_it(tmp_path, capsys):
     assert not dry_run(trainer)
     table = " ".join(capsys.readouterr().out.split())
     assert "PADDED" in table
-    assert "all steps would be computed padded. They have a loss that depends on padding" in table
+    assert "all steps would run padded. They have a loss that depends on padding" in table
 
 
 @pytest.mark.parametrize("is_padded", [False, True])
@@ -149,7 +149,7 @@ def test_it_says_where_nothing_is_compared(settings, off, reason, tmp_path, caps
     assert dry_run(make(tmp_path / "run", **settings))
     table = " ".join(capsys.readouterr().out.split())
     assert reason in table
-    assert ("computed padded" in table) == ("TRL's" in reason or "first batch" in reason)
+    assert ("runs padded" in table) == ("TRL's" in reason or "first batch" in reason)
 
 
 def test_other_errors_are_raised_and_callbacks_are_left_alone(tmp_path):

@@ -75,7 +75,7 @@ class PaddingStats:
         packed_tokens (`int`): Tokens that the decoder computed, without filler.
         forwards (`int`): Number of packed forwards.
         shared_forwards (`int`): Number of forwards that computed some prefix once for several rows.
-        padded_forwards (`int`): Calls that were computed padded, because they could not be packed; a step that is
+        padded_forwards (`int`): Forwards that ran padded, because they could not be packed; a step that is
             padded as a whole counts once for each model. Their tokens are not among those above.
         filler_tokens (`int`): Tokens computed only to lengthen packed rows (`packed_multiple_of`).
 
@@ -231,7 +231,7 @@ class PaddingRemoval(Attachment):
     def why_unpacked(self) -> str:
         """Why no forward was packed so far, for a warning."""
         if self.stats.padded_forwards:
-            return "its calls were computed padded, for the reasons given above"
+            return "its forwards ran padded, for the reasons given above"
         return "the model was called with neither a two-dimensional attention mask nor rows that are packed already"
 
     def say_once(self, message: str, kind: str | None = None, tell: Callable[[str], None] = logger.warning) -> None:
@@ -246,8 +246,8 @@ class PaddingRemoval(Attachment):
 
     @contextmanager
     def padded(self, reason: str) -> Iterator[None]:
-        """Compute the calls of a block padded, counted as one; `reason` completes "The call has ..." in a warning."""
-        self.run_padded(UnpackableCallError(reason, f"The call has {reason}."))
+        """Run the forwards of a block padded, counted as one; `reason` completes "The forward has ..." in a log."""
+        self.run_padded(UnpackableCallError(reason, f"The forward has {reason}."))
         with self.disabled():
             yield
 
@@ -271,8 +271,8 @@ class PaddingRemoval(Attachment):
         with _counting:
             self.running_stats.padded_forwards += 1
         self.say_once(
-            f"A call of {type(self.decoder).__name__} is computed padded, as without this package: no work is "
-            f"saved. {error} `handle.stats.padded_forwards` counts such calls. (Shown once for this reason.)",
+            f"A forward of {type(self.decoder).__name__} runs padded, as without this package: no work is "
+            f"saved. {error} `handle.stats.padded_forwards` counts such forwards. (Shown once for this reason.)",
             error.kind,
         )
 

@@ -88,9 +88,9 @@ def remove_padding(
             Whether a sequence classifier scores the last token of each row's attention mask, with any id. By
             default it scores the same token as without padding removal: the last one that is not the pad token.
         strict (`bool`, *optional*, defaults to `False`):
-            Whether a call that cannot be packed (attention weights, prepared masks) raises a [`PaddingRemovalError`].
-            By default it is computed padded and unchanged, with one warning for each reason;
-            `handle.stats.padded_forwards` counts such calls.
+            Whether a forward that cannot be packed (attention weights, prepared masks) raises a
+            [`PaddingRemovalError`]. By default it runs padded and unchanged, with one warning for each reason;
+            `handle.stats.padded_forwards` counts such forwards.
         packed_multiple_of (`int` or `list[int]`, *optional*):
             Lengthen each packed row to a multiple of this number of tokens, so that few lengths occur; or to the
             smallest of several lengths; a longer row gets a multiple of the largest length. The filler is at the end

@@ -161,7 +161,7 @@ def _settings(trainer: PaddingFreeTrainer) -> dict[str, str]:
 def _findings(trainer: PaddingFreeTrainer, stats: PaddingStats, failed: ParityError | None) -> dict[str, str]:
     """The tokens of the first training batch, and the parity check."""
     tokens = f"{stats.padded_tokens:,} padded, {stats.real_tokens:,} real, {stats.packed_tokens:,} computed"
-    found = {"tokens": f"first training batch: {tokens if stats.forwards else 'computed padded'}"}
+    found = {"tokens": f"first training batch: {tokens if stats.forwards else 'runs padded'}"}
     for mode, reports in trainer.padding.parity.items():
         for role, report in zip(named_models_of(trainer), reports, strict=False):
             found[f"parity, {mode}, {role}"] = str(report)
@@ -169,7 +169,7 @@ def _findings(trainer: PaddingFreeTrainer, stats: PaddingStats, failed: ParityEr
     if failed is not None:
         found["FAILED"] = str(failed)
     elif (reason := trainer.padding.why_padded) is not None:
-        found["PADDED"] = f"all steps would be computed padded. They have {reason}."
+        found["PADDED"] = f"all steps would run padded. They have {reason}."
     elif not trainer.padding.parity:
         settings = trainer.padding.settings
         why = "nothing was packed" if settings.parity_check else "`parity_check` is off"

@@ -104,7 +104,7 @@ class Task(OfTrainer):
         return getattr(self.trainer, "aux_loss_enabled", False)  # distillation and others have no such loss
 
     def why_padded(self, inputs: Any) -> str | None:
-        """Why the forwards of a step run padded ("The call has ..."); `None` if they may be packed."""
+        """Why the forwards of a step run padded ("The forward has ..."); `None` if they may be packed."""
         padding = self.trainer.padding
         if padding.why_padded is not None or not (padding.is_removed and padding.handles[0].enabled):
             return padding.why_padded

@@ -204,7 +204,7 @@ def test_a_call_that_cannot_be_packed_is_computed_as_it_came(name, caplog):
                 assert_same(numbers(model, **call), expected)
                 assert (handle.stats.packed_tokens, handle.stats.padded_forwards) == (0, n)
             # The first of the two calls says it, and only that one.
-            said = [r.getMessage() for r in caplog.records if "is computed padded" in r.getMessage()]
+            said = [r.getMessage() for r in caplog.records if "runs padded" in r.getMessage()]
             assert len(said) == 1
             assert re.search(kind.message, said[0])
             # A plain call is packed again: the mode is that of one call.

@@ -270,6 +270,6 @@ def check_call(handle: PaddingRemoval, inputs: DecoderInputs, layout: Layout) ->
         handle.say_once(
             f"{hook} gets packed states: one row of all real tokens `(1, T, ...)`, with prefix sharing each distinct "
             f"token once, not the padded batch `(B, L, ...)`. If it needs that, hook the {type(decoder).__name__} "
-            "itself, or compute padded (`with handle.disabled(): ...`, or `padding_free=False`). (Shown once.)",
+            "itself, or run padded (`with handle.disabled(): ...`, or `padding_free=False`). (Shown once.)",
             "packed hook",
         )

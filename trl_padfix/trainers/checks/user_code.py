@@ -87,7 +87,7 @@ def hook_beside_loss(trainer: PaddingFreeTrainer, inner: bool = False) -> str | 
 
 
 def why_padded(trainer: Any, handle: PaddingRemoval, inputs: Any, in_parts: bool = False) -> str | None:
-    """Why the forwards of a step run padded ("The call has ..."); `None` if they may be packed, or `in_parts`."""
+    """Why the forwards of a step run padded ("The forward has ..."); `None` if they may be packed, or `in_parts`."""
     # Hooks of the whole decoder get unpacked states; under a budget these are the rows of one part.
     if name := hook_beside_loss(trainer, inner=not in_parts):
         return f"`{name}`, a hook within the model; your loss may read its states: padded, and of all rows"

@@ -42,7 +42,7 @@ class Step:
         number (`int`): The optimizer step; in training the first one is 1.
         task ([`Task`]): Describes the rows of the batch.
         arguments (`dict`): The other arguments of `compute_loss` by name.
-        why_padded (`str`, *optional*): Why its forwards run padded ("The call has ...").
+        why_padded (`str`, *optional*): Why its forwards run padded ("The forward has ...").
         has_rows (`bool`): Whether any row of the batch counts; otherwise all rows repeat rows of other processes.
         result (`Any`): The value that `compute_loss` returned, once it has.
     """
