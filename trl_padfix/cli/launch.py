@@ -8,7 +8,6 @@ Flags, YAML, data mixtures, rewards and all work after training are TRL's.
 from __future__ import annotations
 
 import importlib
-import inspect
 import logging
 import os
 import re
@@ -130,10 +129,9 @@ def main(method: str, args: Sequence[str]) -> None:
     from accelerate.utils import broadcast_object_list
     from datasets import load_dataset
     from transformers import set_seed
-    from trl.rewards import accuracy_rewards
 
     from .. import build_tiny
-    from ..trainers.data.columns import column_names, needed_columns, require_columns
+    from ..trainers.data.columns import needed_columns, require_columns
 
     (*parsed, own), _ = parse(method, args)
     script, training, model, data = parsed
@@ -158,12 +156,6 @@ def main(method: str, args: Sequence[str]) -> None:
         for field in ("dataset_train_split", "dataset_test_split")[: 1 if training.eval_strategy == "no" else 2]:
             if (split := vars(script)[field]) not in splits:
                 raise ValueError(f"no split {split!r}, which `{field}` names. The data has {', '.join(splits)}.")
-            for name in vars(script).get("reward_funcs") or ():
-                arguments = inspect.getfullargspec(vars(accuracy_rewards).get(name, len))
-                required = {*arguments.args[: len(arguments.args) - len(arguments.defaults or ())]}
-                if "completions" in required:
-                    read = required - {"completions", "completion_ids", "prompts"}
-                    require_columns(column_names(splits[split]), split, [read], f"`{name}` reads it")
             if not vars(training).get("expand_turns"):  # it checks its columns itself, and leaves missing rows out
                 columns = needed_columns(method, vars(training).get("dataset_text_field", "text"))
                 require_columns(splits[split], split, *columns)
