@@ -161,9 +161,6 @@ BAD = {
         lambda: {"teacher_model": None},
         "The student needs a teacher, and `teacher_model` is not given",
     ),
-    "fewer prompts than a generation": Bad(
-        "GRPO", lambda: {"train_dataset": Dataset.from_dict({"prompt": ["w3"]})}, r"has 1: .*no step\. Lower"
-    ),
     "a budget below a completion": Bad(
         "Distillation", lambda: FREE | {"max_tokens_per_batch": 8}, "Raise the budget above 12"
     ),

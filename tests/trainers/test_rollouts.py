@@ -59,10 +59,10 @@ def rollouts(rows=ROWS, **columns):
 def recorded_run(path, **mode):
     tokenizer = build_tokenizer(chat_template=TEMPLATE)
     recorded = RecordedRollouts(rollouts(), tokenizer)
-    given = {"num_generations": recorded.trials, "per_device_train_batch_size": recorded.trials, "beta": 0.0}
+    given = {"num_generations": recorded.trials, "per_device_train_batch_size": recorded.trials, "beta": 0.0} | mode
     given |= {"model": build_model(), "reward_funcs": recorded.rewards, "train_dataset": recorded.prompts}
     given |= {"processing_class": tokenizer, "rollout_func": recorded, "max_steps": 2, "max_completion_length": 256}
-    trainer = make_trainer(trl_padfix, "GRPO", path, **given, **mode)
+    trainer = make_trainer(trl_padfix, "GRPO", path, **given)
     return recorded, run(trainer, watch_forwards([]))
 
 
@@ -76,6 +76,10 @@ def test_grpo_weighs_what_was_recorded_by_its_reward(tmp_path, monkeypatch):
     assert_same(shared.trajectory(), padded.trajectory())
     assert shared.entered < padded.entered
     history = padded.trainer.state.log_history
+    with pytest.raises(
+        ValueError, match=r"A generation takes 3 prompts, and `train_dataset` has 2: .*no step\. Lower"
+    ):
+        recorded_run(tmp_path, padding_free=True, per_device_train_batch_size=9)
     assert sorted(entry["reward"] for entry in history if "reward" in entry) == pytest.approx([1 / 3, 2 / 3])
     output = recorded(["0"] * 3, None)
     rows = zip(output["completion_ids"], output["env_mask"], strict=True)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate.logging import get_logger
-from transformers import TrainingArguments
+from torch.utils.data import DataLoader
 from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
 from ...core.call.batch_cache import batch_cache
@@ -44,15 +44,6 @@ class OnlineTask(Task):
 
     generates_rows = True
     min_max_metrics = {"clip_ratio/low_min": torch.min, "clip_ratio/high_max": torch.max}
-
-    def check(self, config: TrainingArguments | None, init_kwargs: dict[str, Any]) -> None:
-        rows, group = (vars(config).get(name) or 1 for name in ("generation_batch_size", "num_generations"))
-        prompts, dataset = rows // group, init_kwargs.get("train_dataset")
-        if isinstance(dataset, Sized) and len(dataset) < prompts:
-            raise ValueError(
-                f"A generation takes {prompts} prompts, and `train_dataset` has {len(dataset)}: TRL would take no "
-                f"step. Lower `per_device_train_batch_size` (now {config.per_device_train_batch_size})."
-            )
 
     def padded_batches(self, inputs: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
@@ -118,6 +109,16 @@ class OnlineTrainer(PaddingFreeMixin):
 
     task_class = OnlineTask
     part_classes = tuple(part for part in PARTS if part not in (ExactMeans, RowOrder, Generation))
+
+    @hook
+    def get_train_dataloader(self) -> DataLoader:
+        rows, group = (vars(self.args).get(name) or 1 for name in ("generation_batch_size", "num_generations"))
+        if isinstance(self.train_dataset, Sized) and len(self.train_dataset) < rows // group:
+            raise ValueError(
+                f"A generation takes {rows // group} prompts, and `train_dataset` has {len(self.train_dataset)}: TRL "
+                f"would take no step. Lower `per_device_train_batch_size={self.args.per_device_train_batch_size}`."
+            )
+        return super().get_train_dataloader()
 
     @hook
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
