@@ -235,6 +235,24 @@ def test_a_loss_that_replaces_another_one_is_compared_once(tmp_path, capsys):
     assert capsys.readouterr().out.count("parity ok, the trainer's own loss") == 3
 
 
+@pytest.mark.parametrize("check", ["check_parity", "check_step"])
+def test_a_check_that_an_interrupt_ends_runs_in_the_next_training(check, tmp_path, monkeypatch):
+    class OfPadding(trl_padfix.SFTTrainer):
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            return model(**of_model(inputs)).logits.logsumexp(-1).mean()
+
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    trainer = make(trl_padfix, "SFT", tmp_path, trainer_class=OfPadding, padding_free=True, max_steps=1)
+    with monkeypatch.context() as context:
+        context.setattr(parity, check, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train()
+    trainer.train()
+    assert "reads logits at padding" in trainer.padding.why_padded
+
+
 @pytest.mark.parametrize("kind", ["SFT", "DPO"])
 def test_a_trainer_is_freed_with_the_last_reference_to_it(kind, tmp_path):
     trainer = make(trl_padfix, kind, tmp_path, padding_free=True, max_steps=1, max_tokens_per_batch=100)

@@ -122,12 +122,15 @@ class Parity(Part):
         trainer = weakref.proxy(self.trainer)
         self._schedules = {m: ParitySchedule(trainer, self.settings.parity_check) for m in ("train", "eval")}
         self._first_steps: dict[str, int] = {}  # of each mode
+        self._is_cut_off = False
 
     @contextlib.contextmanager
     def around_step(self, step: Step) -> Iterator[None]:
         failed = None
-        if loss_functions(self.trainer) != self._loss_functions:  # a notebook has replaced it between two trainings
+        # A notebook has replaced the loss between two trainings, or an interrupt has ended the last step in a check.
+        if loss_functions(self.trainer) != self._loss_functions or self._is_cut_off:
             self.attach_to_models()
+        self._is_cut_off = True
         if not self._first_steps:  # a user adds hooks between `__init__` and `train`
             for handle in self.trainer.padding.handles:
                 handle.accept_hooks()
@@ -143,6 +146,7 @@ class Parity(Part):
             raise_on_all(failed)
         elif failed is not None:
             raise failed
+        self._is_cut_off = False
 
     # -- the models
 
