@@ -132,6 +132,9 @@ class Padding:
         self.why_padded: str | None = None  # set by the parity check of a step
         self.undo = contextlib.ExitStack()  # of methods that were replaced on the trainer itself
 
+    def __repr__(self) -> str:
+        return f"Padding(handles={self.handles}, stats={self.stats})"
+
     @property
     def handle(self) -> PaddingRemoval | None:
         """Handle of the policy; `None` before padding is removed."""
