@@ -28,7 +28,7 @@ ATTENTION = (  # a flag of TRL's model configuration
 )
 OPENING = """
 Our configurations add these fields to TRL's. On the command line, `--attn_implementation` is a flag of TRL's
-`ModelConfig`.
+`ModelConfig`. *Only* names stable trainers.
 
 ## Fields
 """
@@ -76,7 +76,7 @@ METRICS = """
 | `padfix/filler_fraction` | filler / (computed tokens + filler) (with `packed_multiple_of`) |
 | `padfix/padded_forwards` | padded forwards; the log gives each reason once |
 | `padfix/auto_shared` | fraction of forwards that shared prefixes (with `prefix_sharing="auto"`) |
-| `perf/tokens_per_second` | real tokens per second of wall time, with data loading, optimizer and generation |
+| `perf/tokens_per_second` | real tokens per second of wall time, including data loading, optimizer and generation |
 
 The fractions cover only packed forwards. In evaluation, each name begins with `eval_`.
 

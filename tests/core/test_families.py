@@ -126,8 +126,9 @@ def _word(outcome: dict[str, Any] | None) -> str:
 def counted(recorded: dict[str, Any]) -> str:
     """The introduction to families of text, and how many are exact."""
     counts = {mode: Counter(o.get(mode, {}).get("outcome", "not built") for o in recorded.values()) for mode in MODES}
+    unbuilt = ", ".join(f"`{family}`" for family, outcomes in recorded.items() if "not_built" in outcomes)
     free, shared = (
-        f"{count['exact']} are exact, {count['refused']} refused, {count['not built']} could not be built"
+        f"{count['exact']} are exact, {count['refused']} refused, not compared: {unbuilt}"
         for count in counts.values()
     )
     found = [cell for outcomes in recorded.values() for cell in cells(outcomes).values()]

@@ -133,7 +133,7 @@ class PaddingRemovalCallback(TrainerCallback):
     loop and data stay the trainer's.
 
     transformers passes the model to callbacks, and not the trainer. Call [`~PaddingRemovalCallback.attach`] before
-    `trainer.train()`. It is needed for: the reference (`trainer.ref_model`), DeepSpeed and FSDP, batches that your
+    `trainer.train()`. It is needed for: the reference or teacher, DeepSpeed and FSDP, batches that your
     loss must get padded, and the metrics in the reports of trackers. Without it a warning names these.
 
     Args:
@@ -149,7 +149,7 @@ class PaddingRemovalCallback(TrainerCallback):
             Attention implementation while the trainer trains, as in [`remove_padding`].
 
     Attributes:
-        handles (`list[PaddingRemoval]`): Handles of the current or last training: policy, then reference.
+        handles (`list[PaddingRemoval]`): Handles of the current or last training: policy, then reference or teacher.
         reports (`list[ParityReport]`): Reports of the parity check, in the same order.
 
     Raises:

@@ -35,7 +35,7 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
     Args:
         padding_free (`bool`, *optional*, defaults to `False`):
             Skip padding: the decoder receives one row of real tokens. Loss and gradients stay the same, up to
-            rounding. Works with streams, images and any collator. A model that cannot be packed raises an error.
+            rounding. Works with streaming, images and any collator. A model that cannot be packed raises an error.
         prefix_sharing (`bool` or `"auto"`, *optional*, defaults to `False`):
             Compute the shared beginning of rows once, for example the prompt of a pair. `True` and `'auto'` share only
             where it saves tokens. `True` also warns if the model or a batch makes sharing impossible (with `strict`:
@@ -71,7 +71,7 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
             another. Loss and metrics stay the same. Needs `padding_free`.
         group_by_prefix (`bool`, *optional*, defaults to `False`):
             Put rows with long shared prefixes into the same batch, for example the turns of a conversation. Needs
-            `prefix_sharing`. Raises an error with streams, images, `packing` and `group_by_length`.
+            `prefix_sharing`. Raises an error with streaming, images, `packing` and `group_by_length`.
         exact_eval_means (`bool`, *optional*, defaults to `False`):
             Average evaluation metrics over the whole set: in DPO over pairs (`logits/*`, `entropy` and
             `mean_token_accuracy` over tokens), in SFT over trained tokens. By default they are means of batch means,

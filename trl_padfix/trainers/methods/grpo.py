@@ -73,7 +73,7 @@ class GRPOTrainer(OnlineTrainer, trl.GRPOTrainer):
 
 
     def shorter(completions, **columns):
-        return [-len(completion) for completion in completions]
+        return [-len(completion[0]["content"]) for completion in completions]
 
 
     args = GRPOConfig(output_dir="runs/grpo", padding_free=True, prefix_sharing="auto")
