@@ -121,8 +121,6 @@ EARLY = [
     (["dpo", *RUN, "--use_liger_kernel"], "--use_liger_kernel: run `pip install no_kernel`, which it needs."),
     (["dpo", *MODEL, "--dataset_name", "disk"], "write `datasets: [{path: arrow, data_files: disk/*.arrow}]`"),
     (["distillation", *PROMPTS], "No teacher: set `--teacher_model_name_or_path`"),
-    (["grpo", *PROMPTS, "--reward_funcs", "imports.good"], "imports.py imports 'nothing', which is not installed."),
-    (["grpo", *PROMPTS, "--reward_funcs", "cut.good"], "(cut.py, line 1)"),
     (["grpo", *PROMPTS, "--reward_funcs", "cut.a,cut.b"], "there is no module 'cut.a,cut' here"),
     (["ORPO", *RUN], "No command 'orpo'. In Python: `from trl_padfix.experimental.orpo import ORPOTrainer`."),
     (["dpo", *RUN, "--config_file", "list.yaml"], "list.yaml is not a mapping of fields to values"),
@@ -169,8 +167,6 @@ def material(tmp_path_factory) -> Path:
     (folder / "twice.yaml").write_text("seed: 1\nmax_steps: 2\nseed: 2\n")
     (folder / "no_files.yaml").write_text("datasets: [{path: json, data_files: [good.jsonl, '*.jsonl', a/b/c]}]\n")
     (folder / "rewards.py").write_text("def good(completions, **kwargs):\n    0\n")
-    (folder / "imports.py").write_text("from . import x\nimport nothing.at_all as n\ngood = n\n")
-    (folder / "cut.py").write_text("def good(completions, **kwargs)\n")
     (folder / "whole.yaml").write_text("max_steps: 6.0\n")
     (folder / "env.yaml").write_text("env: [A=1]\n")
     Dataset.from_dict({"chosen": ["a"], "rejected": ["b"]}).save_to_disk(folder / "disk")
