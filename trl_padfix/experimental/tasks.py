@@ -12,7 +12,7 @@ from transformers import TrainingArguments
 from ..trainers.base import PARTS, PaddingFreeMixin, hook
 from ..trainers.batching.row_order import RowOrder
 from ..trainers.checks.arguments import require_teacher
-from ..trainers.data.collators import CompletionMixin
+from ..trainers.data.collators import BatchMixin
 from ..trainers.field_types import configuration
 from ..trainers.methods.grpo import GRPOTask
 from ..trainers.methods.online import OnlineTask, OnlineTrainer
@@ -168,7 +168,7 @@ EXPERIMENTS = {
     "sdft": Experiment("SDFT", SelfDistillingTrainer, SelfDistillingTask, (AttentionConfig, *FORWARDS)),
     "sdpo": Experiment("SDPO", SelfDistillingTrainer, SelfDistillingTask, (AttentionConfig, *FORWARDS)),
     "tpo": Experiment(
-        "TPO", ExperimentalTrainer, TripleTask, (AttentionConfig, ForwardBudgetConfig, PaddingConfig), CompletionMixin
+        "TPO", ExperimentalTrainer, TripleTask, (AttentionConfig, ForwardBudgetConfig, PaddingConfig), BatchMixin
     ),
 }
 """By the name of TRL's module."""

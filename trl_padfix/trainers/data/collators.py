@@ -54,24 +54,26 @@ class SidedCollator:
 
     def to_padding_side(self, batch: dict[str, Any]) -> dict[str, Any]:
         """
-        A right-padded batch of prompts and completions, padded on `padding_side` instead.
+        A right-padded batch, padded on `padding_side` instead.
 
         It stays as it is if a row begins with a completion token: left padding would score that token from padding.
         """
         if self.padding_side == "right":
             return batch
         moved = pad_left(batch)
+        if "completion_mask" not in batch:
+            return moved
         # A row that fills the batch (`first == 0`) has nothing before its first token, as with right padding.
         first = moved["attention_mask"].argmax(1)
         begins_with_completion = moved["completion_mask"].gather(1, first[:, None]).squeeze(1) == 1
         return batch if (begins_with_completion & (first > 0)).any() else moved
 
 
-class CompletionMixin(SidedCollator):
-    """The padding side of prompts with completions; a mixin, in front of TRL's class."""
+class BatchMixin(SidedCollator):
+    """The padding side of a batch with one mask; a mixin, in front of TRL's class."""
 
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
-        return self.to_padding_side(self.without_empty_rows(super().torch_call(examples)))  # type: ignore[misc]
+        return self.to_padding_side(self.without_empty_rows(dict(super().torch_call(examples))))  # type: ignore[misc]
 
 
 class UnpairedMixin(SidedCollator):
@@ -88,7 +90,7 @@ class UnpairedMixin(SidedCollator):
 
 
 @dataclass
-class DataCollatorForPreference(CompletionMixin, trl_dpo.DataCollatorForPreference):
+class DataCollatorForPreference(BatchMixin, trl_dpo.DataCollatorForPreference):
     """
     TRL's collator for preference pairs, padding on the side you choose.
 
@@ -130,7 +132,7 @@ class DataCollatorForPreference(CompletionMixin, trl_dpo.DataCollatorForPreferen
 
 
 @dataclass
-class DataCollatorForReward(SidedCollator, trl_reward.DataCollatorForPreference):
+class DataCollatorForReward(BatchMixin, trl_reward.DataCollatorForPreference):
     """
     TRL's collator for pairs of whole sequences, as a reward model scores them, padding on the side you choose.
 
@@ -156,10 +158,6 @@ class DataCollatorForReward(SidedCollator, trl_reward.DataCollatorForPreference)
 
     ```
     """
-
-    def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
-        batch = self.without_empty_rows(super().torch_call(examples))
-        return pad_left(batch) if self.padding_side == "left" else batch
 
 
 @dataclass
@@ -209,12 +207,11 @@ class DataCollatorForLanguageModeling(SidedCollator, trl_sft.DataCollatorForLang
         batch = super().torch_call(examples)
         if self.padding_free:
             return batch
-        batch = self.without_empty_rows(batch)
-        return pad_left(batch) if self.padding_side == "left" else batch
+        return self.to_padding_side(self.without_empty_rows(batch))
 
 
 @dataclass
-class DataCollatorForVisionPreference(SidedCollator, trl_dpo.DataCollatorForVisionPreference):
+class DataCollatorForVisionPreference(BatchMixin, trl_dpo.DataCollatorForVisionPreference):
     """
     TRL's collator for preference pairs with images, padding on the side you choose.
 
@@ -251,12 +248,9 @@ class DataCollatorForVisionPreference(SidedCollator, trl_dpo.DataCollatorForVisi
     ```
     """
 
-    def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
-        return self.to_padding_side(dict(super().torch_call(examples)))
-
 
 @dataclass
-class DataCollatorForVisionLanguageModeling(SidedCollator, trl_sft.DataCollatorForVisionLanguageModeling):
+class DataCollatorForVisionLanguageModeling(BatchMixin, trl_sft.DataCollatorForVisionLanguageModeling):
     """
     TRL's collator for language modeling with images, padding on the side you choose.
 
@@ -284,10 +278,6 @@ class DataCollatorForVisionLanguageModeling(SidedCollator, trl_sft.DataCollatorF
     collator(rows)["attention_mask"][:, 0]  # tensor([1, 0])
     ```
     """
-
-    def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
-        batch = dict(super().torch_call(examples))
-        return pad_left(batch) if self.padding_side == "left" else batch
 
 
 def pad_left(batch: dict[str, Any]) -> dict[str, Any]:
