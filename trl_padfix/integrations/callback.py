@@ -37,7 +37,7 @@ from ..trainers.messages import say
 from ..trainers.metrics.token_counts import TokenCounter, report_of
 from ..trainers.parts.parity import NOT_COMPARED, READS_PADDING, ParitySchedule, compare, first_call, print_reports
 from ..trainers.parts.part import entered
-from ..trainers.parts.saved_state import saved_state, without_noise
+from ..trainers.parts.saved_state import saved_state
 from ..trainers.parts.step_parity import has_padding, other_padding, without_packing
 from ..trainers.settings import prefix_sharing_with_neftune
 
@@ -312,7 +312,6 @@ class PaddingRemovalCallback(TrainerCallback):
             if refilled and head is not None:
                 hook = partial(_other_at_padding, inputs["attention_mask"])
                 stack.enter_context(head.register_forward_hook(of_this_thread(hook)))
-            stack.enter_context(without_noise([*trainer.model.modules()]))
             stack.enter_context(saved_state(trainer))
             stack.enter_context(torch.no_grad())
             # A copy, because a loss may take entries out of its batch.

@@ -18,7 +18,7 @@ from ...core.probes import saved_modules
 from .part import PaddingFreeTrainer
 
 
-__all__ = ["kept_trainable", "saved_state", "without_noise"]
+__all__ = ["kept_trainable", "saved_state"]
 
 _RANDOM = ("drop", "noise", "jitter")
 """In names of the float attributes of modules that set how much noise a forward in training mode adds."""
@@ -29,8 +29,8 @@ def saved_state(trainer: PaddingFreeTrainer) -> Iterator[None]:
     """
     A block after which a trainer and its modules are as before: metrics, counters, buffers, gradients, random states.
 
-    Plain values, tensors, and containers of them are put back, except datasets. `trainer.log` does nothing. Other
-    objects that a user's loss writes to are not put back.
+    Plain values, tensors, and containers of them are put back, except datasets. Other objects that a user's loss
+    writes to are not put back. Within the block `trainer.log` does nothing, and modules drop nothing and add no noise.
     """
     for unit in (module for module in trainer.model.modules() if isinstance(module, FSDPModule)):
         unit.reshard()  # a forward without backward leaves gathered parameters, which get no gradients
@@ -39,6 +39,7 @@ def saved_state(trainer: PaddingFreeTrainer) -> Iterator[None]:
     device = trainer.args.device
     with contextlib.ExitStack() as stack:
         stack.enter_context(saved_modules(dict.fromkeys(modules)))
+        _switch_off_noise(modules)
         stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
         stack.callback(random.setstate, random.getstate())
         stack.callback(np.random.set_state, np.random.get_state())
@@ -82,16 +83,12 @@ def _put_back_contents(value: Any, stack: contextlib.ExitStack, seen: set[int]) 
             _put_back_contents(x, stack, seen)
 
 
-@contextlib.contextmanager
-def without_noise(modules: list[nn.Module]) -> Iterator[None]:
-    """A block in which modules in training mode drop nothing and add no noise."""
-    with contextlib.ExitStack() as stack:
-        for module in modules:
-            # PEFT's own (BOFT) is no subclass of torch's.
-            is_dropout = isinstance(module, nn.modules.dropout._DropoutNd) or "Dropout" in type(module).__name__
-            for name, value in vars(module).items():
-                is_rate = isinstance(value, float) or name == "neftune_noise_alpha"  # which may be an integer
-                if is_rate and (any(word in name for word in _RANDOM) or (is_dropout and name == "p")):
-                    stack.callback(vars(module).update, {name: value})
-                    vars(module)[name] = 0.0
-        yield
+def _switch_off_noise(modules: list[nn.Module]) -> None:
+    """Let modules in training mode drop nothing and add no noise; [`saved_modules`] puts their rates back."""
+    for module in modules:
+        # PEFT's own (BOFT) is no subclass of torch's.
+        is_dropout = isinstance(module, nn.modules.dropout._DropoutNd) or "Dropout" in type(module).__name__
+        for name, value in vars(module).items():
+            is_rate = isinstance(value, float) or name == "neftune_noise_alpha"  # which may be an integer
+            if is_rate and (any(word in name for word in _RANDOM) or (is_dropout and name == "p")):
+                vars(module)[name] = 0.0

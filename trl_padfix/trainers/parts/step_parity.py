@@ -44,7 +44,7 @@ from ..distributed import (
 from ..messages import counted
 from ..task import Task
 from .part import PaddingFreeTrainer, Step
-from .saved_state import saved_state, without_noise
+from .saved_state import saved_state
 
 
 __all__ = ["StepReport", "check_step", "has_padding", "other_padding", "precision_in", "without_packing"]
@@ -159,9 +159,7 @@ def check_step(trainer: PaddingFreeTrainer, step: Step, *, gradients: bool) -> S
     has_hook = any(p._post_accumulate_grad_hooks for p in trainer.model.parameters())  # on any process
     is_trained = any(p.requires_grad for p in trainer.model.parameters())
     gradients &= is_trained and not (meets or has_static_graph(trainer) or on_any_process(trainer, has_hook))
-    modules = [m for value in vars(trainer).values() if isinstance(value, nn.Module) for m in value.modules()]
-    with without_noise(modules):
-        report = _Comparison(trainer, step, gradients).report(most == fewest, *batches)
+    report = _Comparison(trainer, step, gradients).report(most == fewest, *batches)
     for model in models_of(trainer) if meets else []:
         reset_gather_order(find_pretrained(model), step.batches[0]["input_ids"])
         reshard_parameters(model)
