@@ -56,13 +56,12 @@ def left_align(
     ```
     """
     all_tensors = (input_ids, attention_mask, *tensors)
-    for tensor in all_tensors:
-        if attention_mask.dim() != 2 or tensor.shape[:2] != attention_mask.shape:
-            raise ValueError(
-                f"The attention mask has shape {tuple(attention_mask.shape)} and the values to align have shapes "
-                f"{[tuple(t.shape) for t in all_tensors if t is not attention_mask]}. All must begin with the same "
-                "`(B, L)`."
-            )
+    if attention_mask.dim() != 2 or any(tensor.shape[:2] != attention_mask.shape for tensor in all_tensors):
+        raise ValueError(
+            f"The attention mask has shape {tuple(attention_mask.shape)} and the values to align have shapes "
+            f"{[tuple(t.shape) for t in all_tensors if t is not attention_mask]}. All must begin with the same "
+            "`(B, L)`."
+        )
     if ((attention_mask != 0) & (attention_mask != 1)).any():
         raise ValueError(
             f"The attention mask holds {attention_mask.unique()[:5].tolist()}; aligning needs 1 for real tokens and 0 "

@@ -237,9 +237,8 @@ def attach_runner_patch(model: nn.Module) -> Attachment:
     # Modules that compute a padded batch: the model, the module that embeds images, the decoder.
     parts: tuple[Any, ...] = (pretrained, find_multimodal(pretrained, decoder), decoder)
     modules = dict.fromkeys(part for part in parts if part is not None)
-    earlier = [patch for module in modules for patch in patches_on(module) if isinstance(patch, RunnerPatch)]
-    for patch in earlier:
-        patch.attachment.remove()
+    for earlier in [patch for module in modules for patch in patches_on(module) if isinstance(patch, RunnerPatch)]:
+        earlier.attachment.remove()
     return attachment.attach(RunnerPatch(module, attachment) for module in modules)
 
 

@@ -75,8 +75,7 @@ class Mixers:
         mixers: dict[nn.Module, Mixer] = {}  # by module, because some layers share one
         for name, layer in layers.items():
             for inner, module in _mixers(layer):
-                if module not in mixers:
-                    mixers[module] = Mixer(f"{name}.{inner}" if inner else name, module, *_mode_of(module))
+                mixers.setdefault(module, Mixer(f"{name}.{inner}" if inner else name, module, *_mode_of(module)))
         return cls(decoder, layers, tuple(mixers.values()))
 
     def in_mode(self, mode: str) -> list[Mixer]:

@@ -109,9 +109,7 @@ def _are_close(a: Any, b: Any) -> bool:
 
 def _is_random(module: nn.Module) -> bool:
     """Whether images get different features in both halves: by dropout, or by statistics of the batch."""
-    for inner in module.modules():
-        if not inner.training:
-            continue
+    for inner in (part for part in module.modules() if part.training):
         # Attention modules call functional dropout with a float attribute, such as `attention_dropout`.
         rates = [v for k, v in vars(inner).items() if "drop" in k and isinstance(v, float)]
         if isinstance(inner, nn.modules.dropout._DropoutNd):

@@ -45,15 +45,9 @@ class AttentionChoice(Part):
         self._loads_policy = isinstance(policy, str)
         models = {"": policy, "ref_": policy if reference is None else reference, "teacher_": teacher}
         for prefix, model in models.items():
-            if (requested := _requested_implementation(config, self.settings, prefix)) is None:
-                continue
-            if model is not None:
+            requested = _requested_implementation(config, self.settings, prefix)
+            if requested is not None and model is not None:
                 self._chosen[prefix] = _resolve(requested, model, config, prefix)
-            elif prefix == "teacher_":
-                raise ValueError(
-                    f"`teacher_attn_implementation={requested!r}` is for a teacher model, but none is given. Leave it "
-                    "out, or pass `teacher_model`."
-                )
         if reference is None and "" in self._chosen:
             self._chosen.setdefault("ref_", self._chosen[""])
 

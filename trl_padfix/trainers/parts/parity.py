@@ -297,12 +297,10 @@ class Parity(Part):
             name = custom_loss_name(self.trainer)
             outcome = "not compared: the loss does not run on a few rows, or the batch has no `attention_mask`"
             if name is not None:
-                tell, outcome = (
-                    logger.warning,
-                    (
-                        f"`{name}` was {outcome}. If it reads logits at padding, they are zero: mask them by "
-                        "`attention_mask`, or set `padding_free=False`."
-                    ),
+                tell = logger.warning
+                outcome = (
+                    f"`{name}` was {outcome}. If it reads logits at padding, they are zero: mask them by "
+                    "`attention_mask`, or set `padding_free=False`."
                 )
         elif verdict is None:
             then = "the next batch is compared" if schedule.is_active else f"none is compared after {MOST_ZEROS}"
