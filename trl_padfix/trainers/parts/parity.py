@@ -266,9 +266,6 @@ class Parity(Part):
         # Where padded is wrong, or the model's check has failed, there is nothing to compare with. With `why_padded`,
         # this batch is computed padded anyway.
         is_clear = bool(reports) and all(r.ok and r.padded_is_right for r in reports) and step.why_padded is None
-        if not is_clear:
-            why = step.why_padded or "no packed forward, or wrong padded ones"
-            padding.loss_parity.setdefault(step.mode, f"not compared: the first batch has {why}")
         return schedule.is_due(step.batches, is_clear)
 
     def _compare_step(self, step: Step) -> str | None:
@@ -344,9 +341,7 @@ def compare(
             logger.warning(str(report))
         handle = attachment_of(model)
         if report.ok and report.fault and handle is not None:
-            handle.say_once(
-                f"{report.fault}. The run continues packed; padded computations have this error. {report}.", "fault"
-            )
+            handle.say_once(f"{report.fault}. The run stays packed; padded runs have this error. {report}.", "fault")
     for report in reports[compared:]:  # after all forwards, which processes that shard the models compute together
         report.raise_if_failed()
 
