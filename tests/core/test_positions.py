@@ -107,9 +107,7 @@ def test_rope_that_depends_on_the_length_sees_the_padding(kind, sharing, given, 
     assert handle.stats.packed_tokens < mask.numel()
     assert_close(found.detach(), expected.detach(), terms=64, depth=24)
     assert_gradients_close(gradients(model), expected_gradients, terms=64, depth=48)
-    monkeypatch.setattr(
-        "trl_padfix.core.anatomy.length_dependent_ropes", lambda decoder: {}
-    )  # of the packed row alone
+    monkeypatch.setattr("trl_padfix.core.anatomy.length_dependent_ropes", lambda decoder: {})  # of the packed row
     with torch.no_grad(), remove_padding(model):
         wrong = model(ids, attention_mask=mask, **positions).logits[mask.bool()]
     assert (wrong - expected).abs().max() > 0.01

@@ -128,9 +128,7 @@ def test_sharded_while_loaded_a_model_has_the_trajectory_of_one_process(sizes, m
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(("sizes", "method", "mode"), [("TP", "DPO", "LoRA, sharing")])
-def test_adapters_under_tensor_parallelism_have_the_trajectory_of_trl_there(
-    sizes, method, mode, together, one_process
-):
+def test_adapters_under_tensor_parallelism_have_the_trajectory_of_trl(sizes, method, mode, together, one_process):
     """PEFT draws others than in one process."""
     for found, theirs in zip(together(sizes, method, mode), together(sizes, method, "LoRA"), strict=True):
         assert_same(found["run"].trajectory(), theirs["run"].trajectory(), atol=1e-5)

@@ -111,9 +111,7 @@ COMPARED = [({"loss_type": ["aot"]}, None), (EXPERTS, None), ({}, prepare), ({},
 
 
 @pytest.mark.parametrize(("more", "change", "moves"), [({}, None, True), *((*case, False) for case in COMPARED)])
-def test_rows_move_to_another_process_if_nothing_compares_them_with_its_batch(
-    more, change, moves, tmp_path, monkeypatch
-):
+def test_rows_move_to_another_process_if_nothing_compares_them_in_a_batch(more, change, moves, tmp_path, monkeypatch):
     """The balancing loss of experts does."""
     monkeypatch.setattr(RowOrder, "_batches", lambda part: Batches(4, processes=2))
     given = {name: value() if callable(value) else value for name, value in more.items()}
@@ -136,9 +134,7 @@ def drawn_costs(draw, count):
     st.integers(1, 30), st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.booleans(),
     st.randoms(use_true_random=False),
 )  # fmt: skip
-def test_a_permutation_has_each_row_once_and_without_grouping_in_its_round(
-    count, size, processes, steps, groups, draw
-):
+def test_a_permutation_has_each_row_once_and_ungrouped_in_its_round(count, size, processes, steps, groups, draw):
     order, costs = draw.sample(range(count), count), drawn_costs(draw, count)
     batches = Batches(size, processes, steps)
     found = batches.permuted(order, costs, groups)
@@ -183,9 +179,7 @@ def test_the_rows_that_fill_an_epoch_are_those_of_accelerate(count, size, proces
     batches = Batches(size, processes, steps, is_filled=True)
     found = batches.permuted(order, costs, groups).tolist()
     assert len(found) % (size * processes) == 0
-    assert (
-        found[count:] == np.resize(order, len(found) - count).tolist()
-    )  # the first of TRL's rows, repeated at the end
+    assert found[count:] == np.resize(order, len(found) - count).tolist()  # the first of TRL's rows, repeated
     if groups:
         assert sorted(chain(*rounds(found))) == sorted(chain(*rounds(order)))
     else:

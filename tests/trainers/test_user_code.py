@@ -183,9 +183,7 @@ def test_a_loss_that_the_model_returns_has_trls_figures(name, caplog):
     ("owner", "place", "budget"),
     [("loss", "model.layers.0", False), ("loss", "model", True), ("step", "model.layers.0", True)],
 )
-def test_states_that_a_hook_keeps_for_a_loss_are_those_of_the_batch(
-    owner, place, budget, tmp_path, monkeypatch, caplog
-):
+def test_states_that_a_hook_keeps_for_a_loss_are_of_the_batch(owner, place, budget, tmp_path, monkeypatch, caplog):
     kept = {}
 
     def keep(module, args, output):

@@ -108,7 +108,7 @@ def test_token_types_are_keys_of_the_prefix_tree(in_each_row, monkeypatch):
 
     monkeypatch.setattr(
         transformers.GPT2Model, "warn_if_padding_and_no_attention_mask", None
-    )  # not called: there is no padding
+    )  # no padding: not called
     with remove_padding(model, prefix_sharing=True) as handle:
         assert_equal_where_real(logits_of(model, ids, mask, token_type_ids=types), expected, mask)
     assert handle.stats.packed_tokens == (REAL if in_each_row else DISTINCT)
