@@ -107,7 +107,6 @@ EARLY = [
     (["dpo", *MODEL, "--config", "columns.yaml"], "line 1: datasets, entry 1: `columns` is a list of names: write `c"),
     (["dpo", *MODEL, "--config", "third.yaml"], "has no column '3'; it has ['chosen', 'rejected']. Correct `columns`"),
     (["dpo", *MODEL, "--config", "half.yaml"], "line 1: datasets, entry 1: fraction: invalid float value: 'half'."),
-    (["dpo", *RUN, "--accelerate_config", "./nowhere.yaml"], "no file './nowhere.yaml' here (/"),
     (["dpo", *RUN, "--config", "cosim.yaml"], "there is no file 'cosim.yaml' (did you mean `cosin.yaml`?) here (/"),
     (["dpo", *RUN, "--config", "whole.yaml"], "whole.yaml, line 1: max_steps: invalid int value: 6.0."),
     (["dpo", *RUN, "--run_name", "my", "run"], "--run_name: invalid text value: ['my', 'run']."),

@@ -119,12 +119,6 @@ def test_it_says_whether_the_loss_was_tested_on_padding(is_padded, tmp_path, cap
     assert ("; not tested on padding, because the batch has none; " in table) is not is_padded
 
 
-class OfWholeBatches(trl_padfix.DPOTrainer):
-    def compute_loss(self, model, inputs, *args, **kwargs):
-        assert len(inputs["input_ids"]) == 2 * self.args.per_device_train_batch_size
-        return super().compute_loss(model, inputs, *args, **kwargs)
-
-
 FREE = {"padding_free": True}
 
 
@@ -134,7 +128,6 @@ FREE = {"padding_free": True}
         ({}, "", "not compared: TRL's code computes, because `padding_free` is not set"),
         (FREE, "1", "not compared: TRL's code computes, because TRL_PADFIX_OFF is set"),
         (FREE | {"parity_check": False}, "", "not compared: `parity_check` is off"),
-        (FREE | {"trainer_class": OfWholeBatches}, "", "loss `OfWholeBatches.compute_loss` was not compared"),
     ],
 )
 def test_it_says_where_nothing_is_compared(settings, off, reason, tmp_path, capsys, monkeypatch):

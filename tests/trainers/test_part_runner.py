@@ -195,11 +195,6 @@ def distinct_tokens(monkeypatch):
     return tokens
 
 
-class OwnLoss:
-    def _compute_loss(self, *args):
-        return 2 * super()._compute_loss(*args)
-
-
 class OwnScores:
     """Compares rows where TRL's loss compares none."""
 
@@ -208,7 +203,7 @@ class OwnScores:
         return logps - 0.5 * logps[:, :1].mean(), *others  # no padding among these
 
 
-@pytest.mark.parametrize("own", [None, OwnLoss, OwnScores])
+@pytest.mark.parametrize("own", [None, OwnScores])
 def test_a_loss_of_the_users_own_takes_two_passes_and_trls_one(own, tmp_path, monkeypatch):
     """It may not be a sum over rows, and neither may what it calls."""
     distinct = distinct_tokens(monkeypatch)

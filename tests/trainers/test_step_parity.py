@@ -196,21 +196,24 @@ def test_a_loss_that_was_not_compared_is_named(tmp_path, caplog):
             assert len(inputs["input_ids"]) == self.args.per_device_train_batch_size
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
-    make(trl_padfix, "SFT", tmp_path, trainer_class=OfWholeBatches, padding_free=True).train()
-    assert any("`OfWholeBatches.compute_loss` was not compared" in line for line in our_warnings(caplog))
+    trainer = make(trl_padfix, "SFT", tmp_path, trainer_class=OfWholeBatches, padding_free=True)
+    trainer.train()
+    assert trainer.padding.loss_parity["train"].startswith("`OfWholeBatches.compute_loss` was not compared")
+    assert our_warnings(caplog)[-1].endswith(trainer.padding.loss_parity["train"])
 
 
 def test_a_loss_that_replaces_another_one_is_compared_once(tmp_path, capsys):
     """Between two trainings: in a cell, with another value in its closure, or within the function (`%autoreload`)."""
 
+    def mean(model, inputs, weights):
+        return (model(**of_model(inputs)).logits.logsumexp(-1) * weights).mean()
+
     def losses(at_padding):
         def of_all(self, model, inputs, *_, **__):
-            weights = inputs["attention_mask"] + at_padding
-            return (model(**of_model(inputs)).logits.logsumexp(-1) * weights).mean()
+            return mean(model, inputs, inputs["attention_mask"] + at_padding)
 
         def of_tokens(self, model, inputs, *_, **__):
-            weights = at_padding * inputs["attention_mask"]
-            return (model(**of_model(inputs)).logits.logsumexp(-1) * weights).mean()
+            return mean(model, inputs, inputs["attention_mask"] * at_padding)
 
         return of_all, of_tokens
 
@@ -377,9 +380,8 @@ def test_nothing_is_left_behind(kind, tmp_path):
 
     def logs(**fields):
         noisy = {"model_init_kwargs": {"attention_dropout": 0.1}} if kind in KINDS[4:] else {}
-        model = (
-            {} if noisy else {"model": build_model("reward" if kind == "Reward" else "causal", attention_dropout=0.1)}
-        )
+        of_kind = "reward" if kind == "Reward" else "causal"
+        model = {} if noisy else {"model": build_model(of_kind, attention_dropout=0.1)}
         given = DEFAULTS | {"max_tokens_per_batch": BUDGETS[kind], "disable_dropout": False} | fields
         given = given if "disable_dropout" in getattr(trl, f"{kind}Config").__dataclass_fields__ else given | noisy
         given = {k: v for k, v in given.items() if k in getattr(trl_padfix, f"{kind}Config").__dataclass_fields__}

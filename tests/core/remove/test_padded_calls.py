@@ -93,10 +93,8 @@ class Kind:
 
 def square_mask(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """A prepared mask `(B, 1, L, L)` in which every token sees two tokens at most."""
-    square = torch.ones(L, L, dtype=torch.bool).tril().triu(-1)
-    return {
-        "attention_mask": (square & inputs["attention_mask"][:, None, None].bool()) | torch.eye(L, dtype=torch.bool)
-    }
+    two = torch.ones(L, L, dtype=torch.bool).tril().triu(-1)
+    return {"attention_mask": (two & inputs["attention_mask"][:, None, None].bool()) | torch.eye(L, dtype=torch.bool)}
 
 
 def with_hole(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
