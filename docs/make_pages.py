@@ -27,8 +27,8 @@ ATTENTION = (  # a flag of TRL's model configuration
     '`None`: transformers chooses. For parts of a vision model: `{"text_config": "sdpa", "vision_config": "eager"}`.'
 )
 OPENING = """
-Our configurations add these fields to TRL's. On the command line, `--attn_implementation` is a flag of TRL's
-`ModelConfig`. *Only* names stable trainers.
+Our configurations add these fields to TRL's. *Only* names stable trainers. The flag `--attn_implementation` is one of
+TRL's `ModelConfig`: if your script parses none, set `args.attn_implementation` after parsing.
 
 ## Fields
 """

@@ -149,6 +149,9 @@ def check_given(method: str, given: Given) -> str | bool | None:
     for name in ("prefix_sharing", "max_tokens_per_batch", "packed_multiple_of"):
         if not is_free and str(values.get(name)).lower() not in ("none", *BOOLEANS[5:]):
             raise ValueError(f"{places[name]}: it needs `padding_free: true`. Set both, or neither.")
+    budget, longest = (int(values.get(name) or 0) for name in ("max_tokens_per_batch", "max_completion_length"))
+    if 0 < budget < longest and not is_off():
+        raise ValueError(f"{places['max_tokens_per_batch']}: it must be at least `max_completion_length` ({longest}).")
     lora = [name for name in values if name.startswith("lora_")]
     if lora and "use_peft" not in values:
         raise ValueError(f"{places[lora[0]]}: it has no effect without `use_peft: true`. Set both, or neither.")

@@ -31,7 +31,7 @@ from ..core.parity.limits import Limits, lowest_dtype
 from ..core.parity.report import ParityError, ParityReport
 from ..core.remove import attachment_of, remove_padding
 from ..core.switch import is_off
-from ..trainers.checks.user_code import why_padded
+from ..trainers.checks.user_code import custom_loss_name, why_padded
 from ..trainers.distributed import check_launch, models_of, splitting_parallelism
 from ..trainers.messages import say
 from ..trainers.metrics.token_counts import TokenCounter, report_of
@@ -292,7 +292,7 @@ class PaddingRemovalCallback(TrainerCallback):
         trainer, given = run.trainer, inputs if isinstance(inputs, Mapping) else {}
         schedule = run.schedules[torch.is_grad_enabled()]
         ids, mask = (getattr(given.get(name), "shape", None) for name in ("input_ids", "attention_mask"))
-        if ids is None or mask not in (None, ids):
+        if (ids is None or mask not in (None, ids)) and custom_loss_name(trainer):  # TRL's own mask padding
             logger.warning_once(NOT_COMPARED.format(type(trainer).__name__))
         padded = [inputs] if ids is not None and ids == mask and has_padding([inputs]) else []
         if schedule.is_due(padded):

@@ -227,15 +227,15 @@ class Verdict:
         repeated, grouped = ((real - min(tokens.auto, real)) / padded for tokens in (self.random, self.grouped))
         settings = ["padding_free=True", 'prefix_sharing="auto"' if self.shares else "prefix_sharing=False"]
         settings += ["group_by_prefix=True"] * self.groups
-        packed = f"{padded / real:.1f}x by tokens" if self.trainer == "sft" else "none for this trainer"
+        own = f"{padded / self.by_length.padded:.1f}x, {padded / real:.1f}x and {padded / real:.1f}x by tokens"
         return [
             f"Use {', '.join(settings)}.",
             f"TRL's batch of {self.batch_size} {UNITS[self.trainer]} has {padded:,.0f} tokens: "
             f"{1 - real / padded:.0%} are padding, and {repeated:.0%} repeat a prefix (with group_by_prefix: "
             f"{grouped:.0%}).",
             f"Expected speedup from tokens: {padded / self.tokens:.1f}x ({self.tokens:,.0f} tokens are computed).",
-            f"TRL's group_by_length: {padded / self.by_length.padded:.1f}x by tokens; its padding_free or "
-            f"packing: {packed}.",
+            "TRL's group_by_length, padding_free and packing: "
+            f"{own if self.trainer == 'sft' else 'none for this trainer'}.",
         ]
 
 

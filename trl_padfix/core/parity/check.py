@@ -94,7 +94,9 @@ def check_parity(
     ```
     """
     if not (isinstance(batch, Mapping) and isinstance(batch.get("input_ids"), torch.Tensor)):
-        raise TypeError("The parity check takes a batch of tensors, as of `tokenizer(texts, return_tensors='pt')`.")
+        raise TypeError(
+            "The parity check takes a batch with `input_ids`, as of `tokenizer(..., return_tensors='pt')`."
+        )
     if isinstance(model, DistributedDataParallel):  # each of its forwards waits for other processes
         model = model.module
     handle = attachment_of(model)

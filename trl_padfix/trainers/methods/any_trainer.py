@@ -70,8 +70,8 @@ def padding_free_trainer(trainer_class: type[T], *, task_class: type[Task] | Non
         )
     if unknown := sorted(settings.keys() - set(ANY_TRAINERS)):
         raise TypeError(
-            f"`padding_free_trainer` has no settings {unknown}; it has {list(ANY_TRAINERS)}. Settings that "
-            "depend on rows need a trainer of this package."
+            f"`padding_free_trainer` has no settings {unknown}; it has {list(ANY_TRAINERS)}. Set other "
+            "fields in the configuration of the trainer."
         )
     if issubclass(trainer_class, PaddingFreeMixin):
         raise TypeError(f"{trainer_class.__name__} removes padding already: set `padding_free` in its configuration.")

@@ -271,7 +271,7 @@ class Parity(Part):
     def _compare_step(self, step: Step) -> str | None:
         """Compare the trainer's step; returns why its loss changes without padding, or `None`."""
         trainer, schedule = self.trainer, self._schedules[step.mode]
-        self._tell("comparing the trainer's own loss on a few rows")
+        self._tell("comparing the trainer's own loss on a few rows: it takes a few padded steps, once")
         begin = time.perf_counter()
         report = check_step(trainer, step, gradients=step.mode == "train" and torch.is_grad_enabled())
         verdict = None if report is None else schedule.verdict(report.ok, report.is_zero)
@@ -292,7 +292,7 @@ class Parity(Part):
         padding, schedule, tell = self.trainer.padding, self._schedules[mode], say
         if report is None:
             name = custom_loss_name(self.trainer)
-            outcome = "not compared: the loss does not run on a few rows, or the batch has no `attention_mask`"
+            outcome = "not compared (`pool_last_token`, `tp_size`, no mask, or a loss that needs more rows)"
             if name is not None:
                 tell = logger.warning
                 outcome = (
