@@ -29,6 +29,7 @@ GONE = {
     "reference_free": "removed from TRL: the experimental CPO trainer has no reference model",
     "overwrite_output_dir": "leave it out: a run resumes from a checkpoint only with `resume_from_checkpoint`",
     "logging_dir": "set the variable TENSORBOARD_LOGGING_DIR",
+    "use_lora": "it is `use_peft` here",
     "group_by_length": "it is `train_sampling_strategy: group_by_length` now",
     "generate_during_eval": "removed from TRL: DPO and SFT have `predict_with_generate` here",
 }

@@ -90,8 +90,9 @@ def trls(recipe, tmp_path_factory):
     return losses(output)
 
 
-def test_a_yaml_for_trl_runs_unchanged(recipe, trls, tmp_path):
+def test_a_yaml_for_trl_runs_unchanged(recipe, trls, tmp_path, capsys):
     main("dpo", ["--config", str(recipe), "--output_dir", str(tmp_path)])
+    assert "TRL's code computes each step. To remove padding, set" in capsys.readouterr().out
     assert losses(tmp_path) == pytest.approx(trls, rel=1e-4)
     assert os.environ["SEEN_BY_EVERY_PROCESS"] == "3"
 

@@ -15,7 +15,7 @@ from datasets import Dataset, IterableDataset
 from kit.dpo_cases import build_pairs
 from kit.methods import make_trainer
 from kit.sft_cases import NEWEST
-from kit.trainer_runs import SIDED_MODES, build_model, build_tokenizer, is_bare
+from kit.trainer_runs import build_model, is_bare
 
 import trl_padfix
 from trl_padfix import DPOConfig, PaddingRemovalError
@@ -115,15 +115,6 @@ def stream(row: dict[str, Any] | None) -> dict[str, Any]:
 
 RIGHT = trl_padfix.DataCollatorForPreference(pad_token_id=39)
 BAD = {
-    "only pad tokens": Bad(
-        "Reward",
-        lambda: (
-            SIDED_MODES["padding-free, left"]
-            | {"model": build_model("reward", pad_token_id=1), "processing_class": build_tokenizer(pad_token="<eos>")}
-            | {"train_dataset": Dataset.from_list([{"chosen_ids": [2, 3, 1], "rejected_ids": [1]}])}
-        ),
-        r"`rejected_ids` of pair 0 \(counted from 0\) of the train dataset has only pad tokens",
-    ),
     # Models
     "a language model for rewards": Bad(
         "Reward",

@@ -10,6 +10,7 @@ import pytest
 import torch
 import trl
 from kit.budget_runs import BUDGETS, STEPS, assert_same, build_branching, figures_of, make, subclass, train_split
+from kit.methods import make_trainer
 from kit.trainer_runs import build_model, our_warnings, trained
 from transformers import Qwen2ForCausalLM, TrainerCallback
 from zoo import models
@@ -245,6 +246,17 @@ def test_a_layerwise_optimizer_acts_in_the_backward_pass(tmp_path):
     trainer = make(trl_padfix, "SFT", tmp_path, budget=True)
     trainer.args.optim = type(trainer.args.optim)("apollo_adamw_layerwise")
     assert user_code.gradient_hook_name(trainer) == "optim='apollo_adamw_layerwise'"
+
+
+def test_a_loss_that_a_trainer_of_trl_borrows_runs_there(tmp_path):
+    class Mine(trl_padfix.SFTTrainer):
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            return model(**{name: inputs[name] for name in ("input_ids", "attention_mask", "labels")}).loss
+
+    class Theirs(trl.SFTTrainer):
+        compute_loss = Mine.compute_loss
+
+    assert make_trainer(trl, "SFT", tmp_path, Theirs, max_steps=1).train().training_loss > 0
 
 
 def test_trls_own_trainers_have_none():

@@ -181,7 +181,9 @@ def _check_rewards(names: Iterable[str], place: str) -> None:
             raise ValueError(f"{place}: there is no module {module!r} here ({Path.cwd()}).")
         source = file.read_text("utf-8") if file.is_file() else function  # of a package, which TRL imports later
         if not re.search(rf"\b{re.escape(function)}\b|import \*|def __get", source):
-            raise ValueError(f"{place}: {file} has no {function!r}. Correct it: `module.function`.")
+            rewards = ", ".join(sorted({*re.findall(r'"(\w+_reward)"', source)}))
+            there = file.name if module else f"TRL, which has {rewards}"
+            raise ValueError(f"{place}: there is no {function!r} in {there}. Your own function is `module.function`.")
 
 
 def declared_fields(method: str) -> dict[str, set[str]]:
@@ -353,8 +355,7 @@ def _check_data(method: str, values: dict[str, Any], places: dict[str, str]) -> 
         raise ValueError(f"{place}: in a YAML write `datasets: [{{path: json, data_files: FILE}}]`.")
     if values.get("eval_strategy") not in (None, "no"):
         test = values.get("dataset_test_split") or "test"
-        ignored = " (`test_split_size` acts only with `datasets`)" if values.get("test_split_size") else ""
-        parts[f"{place}, `dataset_test_split`{ignored}"] = alone | {"split": test}
+        parts[f"{place}, `dataset_test_split` (or `test_split_size` with `datasets`)"] = alone | {"split": test}
         if entries and test != "train" and not values.get("test_split_size"):
             raise ValueError(f"{place}: a mixture has no split {test!r} to evaluate on. Set `test_split_size`.")
     rows: list[tuple[str, dict[str, Any]]] = []

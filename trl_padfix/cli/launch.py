@@ -132,6 +132,7 @@ def main(method: str, args: Sequence[str]) -> None:
 
     from .. import build_tiny
     from ..trainers.data.columns import needed_columns, require_columns
+    from ..trainers.messages import say
 
     (*parsed, own), _ = parse(method, args)
     script, training, model, data = parsed
@@ -150,6 +151,8 @@ def main(method: str, args: Sequence[str]) -> None:
         config, trainer = _class(method, "Config"), _class(method, "Trainer")
         ours = {config.__name__: config, trainer.__name__: _checked(trainer, own.dry_run)}
         stack.enter_context(patch.multiple("trl", **ours))
+        if not training.padding_free:
+            say("TRL's code computes each step. To remove padding, set `padding_free: true`, `prefix_sharing: auto`.")
         set_seed(training.seed)  # `test_split_size` draws the held-out rows: the same ones in every process
         alone = {"name": script.dataset_config, "streaming": script.dataset_streaming}
         splits = trl.get_dataset(data) if data.datasets else load_dataset(script.dataset_name, **alone)

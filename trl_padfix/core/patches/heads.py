@@ -240,10 +240,11 @@ class PoolingPatch(BatchPatch):
         pad = self.module.config.get_text_config().pad_token_id
         not_last, is_padding = _pooled_tokens(ids, mask, pad)
         own_pad = (
-            ", or give the tokenizer a pad token of its own (`tokenizer.add_special_tokens({'pad_token': '<pad>'})`, "
-            "`model.config.pad_token_id = tokenizer.pad_token_id`, `model.resize_token_embeddings(len(tokenizer))`)"
+            "Give the tokenizer a pad token of its own (`tokenizer.add_special_tokens({'pad_token': '<pad>'})`, "
+            "`model.config.pad_token_id = tokenizer.pad_token_id`, `model.resize_token_embeddings(len(tokenizer))`), "
+            "or score"
         )
-        remedy = f"Score the last real token (`pool_last_token=True`){'' if ids is None else own_pad}."
+        remedy = f"{'Score' if ids is None else own_pad} the last real token with `pool_last_token=True`."
         if rows := is_padding.nonzero().flatten().tolist():
             # Raises the error if the handle is strict.
             self.attachment.run_padded(

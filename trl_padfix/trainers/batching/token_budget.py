@@ -224,11 +224,10 @@ class TokenBudget(Part):
             meets_in_tower=self._matches and handle is not None and handle.multimodal is not None,
         )
 
-    def around_ref_logps(self) -> contextlib.AbstractContextManager[None]:
+    def around_step(self, step: Step | None = None) -> contextlib.AbstractContextManager[None]:
         return self.split_forwards()
 
-    def around_step(self, step: Step) -> contextlib.AbstractContextManager[None]:
-        return self.split_forwards()
+    around_ref_logps = around_step
 
     # -- a batch in chunks
 

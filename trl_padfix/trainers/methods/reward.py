@@ -7,14 +7,11 @@ from typing import Any
 import torch
 import trl
 import trl.trainer.reward_trainer as trl_reward
-from datasets import Dataset
 from transformers import TrainingArguments
 
 from ...core.anatomy import find_pretrained
 from ..base import PaddingFreeMixin
 from ..data.collators import DataCollatorForReward
-from ..data.columns import lists
-from ..distributed import datasets_of
 from ..task import PairTask
 
 
@@ -36,21 +33,6 @@ class RewardTask(PairTask):
                 f"{type(model).__name__} scores every next token, but a reward model scores a whole sequence. Load "
                 "it with `AutoModelForSequenceClassification.from_pretrained(..., num_labels=1)`, or pass its id."
             )
-
-    def on_attached(self) -> None:
-        handle, collator = self.trainer.padding.handle, self.trainer.data_collator
-        pads_left = isinstance(collator, DataCollatorForReward) and collator.padding_side == "left"
-        if not pads_left or handle is None or handle.pool_last_token:
-            return
-        pad_token_id = find_pretrained(self.trainer.model).config.get_text_config().pad_token_id
-        for name, dataset in datasets_of(self.trainer).items():
-            for column in ("chosen_ids", "rejected_ids") if isinstance(dataset, Dataset) else ():
-                if rows := [i for i, ids in enumerate(lists(dataset, column)) if (ids == pad_token_id).all()]:
-                    raise ValueError(
-                        f"`{column}` of pair {rows[0]} (counted from 0) of the {name} dataset has only pad tokens: "
-                        "padded on the left, the model would score its padding. Drop the pair, give the tokenizer a "
-                        "pad token of its own, set `pool_last_token=True`, or pad right."
-                    )
 
     def model_for_loss(self, model: torch.nn.Module) -> Any:
         def forward(margin: Any = None, **inputs: Any) -> Any:
