@@ -20,6 +20,7 @@ ELSEWHERE = {
     "index.md": "README.md",
     "changelog.md": "CHANGELOG.md",
     "recipes.md": "recipes/README.md",
+    "notebooks.md": "notebooks/README.md",
     "security.md": "SECURITY.md",
     "contributing.md": "CONTRIBUTING.md",
 }

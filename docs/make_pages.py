@@ -27,8 +27,8 @@ ATTENTION = (  # a flag of TRL's model configuration
     '`None`: transformers chooses. For parts of a vision model: `{"text_config": "sdpa", "vision_config": "eager"}`.'
 )
 OPENING = """
-Our configurations add these fields to TRL's. *Only* names stable trainers. The flag `--attn_implementation` is one of
-TRL's `ModelConfig`: if your script parses none, set `args.attn_implementation` after parsing.
+Our configurations add these fields to TRL's. *Only* names stable trainers. The flag `--attn_implementation` belongs to
+TRL's `ModelConfig`. If your script parses no `ModelConfig`, set `args.attn_implementation` after parsing.
 
 ## Fields
 """
@@ -99,8 +99,8 @@ rows, `prefix_sharing` moves completions of one prompt into one micro-batch. Mea
 | `trl-padfix --debug COMMAND` or `TRL_PADFIX_DEBUG=1` | shows the traceback of every error |
 | `TRL_PADFIX_OFF=1` | lets TRL's code compute every step |
 
-Set `TRL_PADFIX_OFF=1` before you make the trainer. It turns off `padding_free`, `prefix_sharing`,
-`max_tokens_per_batch`, `packed_multiple_of`, `group_by_prefix` and `pool_last_token`, and, with a warning,
+Set `TRL_PADFIX_OFF=1` before you make the trainer. With a warning, it turns off
+`padding_free`, `prefix_sharing`, `max_tokens_per_batch`, `packed_multiple_of`, `group_by_prefix`, `pool_last_token`,
 `remove_padding` and the callback.
 """
 

@@ -128,7 +128,8 @@ def counted(recorded: dict[str, Any]) -> str:
     counts = {mode: Counter(o.get(mode, {}).get("outcome", "not built") for o in recorded.values()) for mode in MODES}
     unbuilt = ", ".join(f"`{family}`" for family, outcomes in recorded.items() if "not_built" in outcomes)
     free, shared = (
-        f"{count['exact']} are exact, {count['refused']} refused, not compared: {unbuilt}" for count in counts.values()
+        f"{count['exact']} are exact and {count['refused']} refused. Not compared: {unbuilt}"
+        for count in counts.values()
     )
     found = [cell for outcomes in recorded.values() for cell in cells(outcomes).values()]
     figures = [cell.get(name, 0) for cell in found for name in ("logps", "gradients")]

@@ -167,7 +167,7 @@ class PaddingRemovalCallback(TrainerCallback):
     from trl_padfix import PaddingRemovalCallback
 
     callback = PaddingRemovalCallback(prefix_sharing="auto")
-    trainer = Trainer(model, args, train_dataset=rows, callbacks=[callback])
+    trainer = Trainer(model, args, train_dataset=rows)
     callback.attach(trainer)
     trainer.train()
     ```

@@ -84,6 +84,8 @@ class Padding:
     Attributes:
         settings ([`Settings`]):
             Our fields of its configuration.
+        handle, stats ([`PaddingRemoval`], [`PaddingStats`]):
+            Handle of the policy, and its token counts.
         handles (`list[PaddingRemoval]`):
             Handles of the policy, and of the reference or teacher model if there is one; empty without
             `padding_free`.
@@ -94,11 +96,6 @@ class Padding:
             Outcomes of the comparison of the trainer's own loss, with the same keys.
         why_padded (`str`, *optional*):
             Why all later steps run padded, if the parity check of a step found that the loss reads padding.
-        task ([`Task`]):
-            Describes the rows of the trainer, and how its loss depends on them.
-        parts (`tuple[Part, ...]`):
-            The features of this package in the trainer, in the order of their hooks. If none of our fields is set,
-            there are none, or only [`PaddingSide`]. `budget` is one of them, and `in_steps` those that act in steps.
 
     Example:
 
@@ -118,16 +115,17 @@ class Padding:
         self.numberings: list[Attachment] = []  # of left-padded rows
         self.parity: dict[str, list[ParityReport]] = {}
         self.loss_parity: dict[str, str] = {}
-        self.task: Task
+        self.task: Task  # describes the rows of the trainer, and how its loss depends on them
+        # In the order of their hooks. If none of our fields is set, there are none, or only `PaddingSide`.
         self.parts: tuple[Part, ...] = ()
-        self.budget: Any = None  # `TokenBudget`
+        self.budget: Any = None  # one of them, `TokenBudget`
         self.is_attached = False
         self.is_restored = False
         self.blocks = 0  # open blocks of `in_use`, which nest
         self.is_dry_run = False
         self.models: list[torch.nn.Module] = []
         self.pretrained: list[PreTrainedModel] = []
-        self.in_steps: tuple[Part, ...] = ()
+        self.in_steps: tuple[Part, ...] = ()  # parts that act in steps
         self.running: Step | None = None
         self.why_padded: str | None = None  # set by the parity check of a step
         self.undo = contextlib.ExitStack()  # of methods that were replaced on the trainer itself
