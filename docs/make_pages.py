@@ -71,7 +71,7 @@ METRICS = """
 
 | metric | meaning |
 |---|---|
-| `padfix/pad_fraction` | padding / tokens of the padded batches (with a token budget: of the sub-batches) |
+| `padfix/pad_fraction` | padding / tokens of the padded batches (training with a token budget: of sub-batches) |
 | `padfix/shared_fraction` | repeated prefix tokens / real tokens |
 | `padfix/filler_fraction` | filler / (computed tokens + filler) (with `packed_multiple_of`) |
 | `padfix/padded_forwards` | padded forwards; the log gives each reason once |
@@ -88,7 +88,6 @@ rows, `prefix_sharing` moves completions of one prompt into one micro-batch. Mea
 
 | flag or variable | what it does |
 |---|---|
-| `trl-padfix stats DATA` | counts tokens; needs `--tokenizer ID` or `--train-tokenizer SIZE`; `--help` lists more |
 | `trl-padfix doctor` | shows what runs here (or `--json`); exits with status 1 if `--model` or `--attn` cannot run |
 | `--dry_run` | [checks the first batch](numbers.md#in-your-run) without training |
 | `--dataset_name`, `datasets` | [your data](../recipes/README.md) |

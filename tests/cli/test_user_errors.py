@@ -91,7 +91,7 @@ EARLY = [
     (["dpo", *MODEL, "--config", "mixture.yaml"], "line 1: datasets, entry 2: The good.jsonl dataset has no column '"),
     (["dpo", *MODEL, "--config", "no_row.yaml"], "entry 1: empty.jsonl or a file in it has no row."),
     (["dpo", *MODEL, "--config", "kinds.yaml"], "entry 2: The first row of chats.jsonl has [{'content': 'a', 'role"),
-    (["dpo", *MODEL, "--config", "kinds.yaml", "--eval_strategy", "steps"], "a mixture has no split 'test' to eval"),
+    (["dpo", *MODEL, "--config", "kinds.yaml", "--eval_strategy", "steps"], "datasets: it has no split 'test' to ev"),
     (["dpo", *CPU, "--config", "seven.yaml"], 'model_name_or_path: invalid str value: 7. Write "7" in quotes.'),
     (["dpo", *MODEL, "--config", "file.yaml"], "`datasets: [{path: json, data_files: good.jsonl}]`."),
     (["dpo", *RUN, "--output_dir", "/proc/run"], "`output_dir`: '/proc/run' cannot be written: '/proc' is a file or"),

@@ -259,7 +259,7 @@ def test_the_models_own_settings_give_one_prediction_for_each_prompt(tmp_path):
 
 
 CHAT = Dataset.from_list([{"messages": conversation("w2", "w3")}])
-UNANSWERED = Dataset.from_list([{"messages": conversation("w2", "w3")[:1]}])
+UNANSWERED = Dataset.from_list([{"messages": conversation("w2", "w3")[:1] * 2}])
 
 EMPTY = Dataset.from_list([{"prompt": "w2", "completion": "w3"}, {"prompt": "", "completion": "w3"}])
 
@@ -272,7 +272,7 @@ REFUSED = [
     (
         "sft",
         {"processing_class": build_chat_tokenizer(), "train_dataset": CHAT, "eval_dataset": UNANSWERED},
-        r"roles \['user'\]: no assistant message follows another",
+        r"roles \['user', 'user'\]: no assistant message follows another",
     ),
 ]
 

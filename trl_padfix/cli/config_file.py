@@ -357,7 +357,7 @@ def _check_data(method: str, values: dict[str, Any], places: dict[str, str]) -> 
         test = values.get("dataset_test_split") or "test"
         parts[f"{place}, `dataset_test_split` (or `test_split_size` with `datasets`)"] = alone | {"split": test}
         if entries and test != "train" and not values.get("test_split_size"):
-            raise ValueError(f"{place}: a mixture has no split {test!r} to evaluate on. Set `test_split_size`.")
+            raise ValueError(f"{place}: it has no split {test!r} to evaluate on. Set `test_split_size`.")
     rows: list[tuple[str, dict[str, Any]]] = []
     known = ("path", "name", "data_dir", "data_files", "split", "columns", "fraction")
     for place, entry in ({f"{place}, entry {i}": x for i, x in enumerate(entries, 1)} or parts).items():

@@ -207,9 +207,10 @@ def _prompt_of(
         last = max((i for i, message in enumerate(prompt) if message["role"] == "assistant"), default=0)
         prompt, answer = prompt[:last], prompt[last : last + 1]
     if not prompt:
+        roles = [message["role"] for message in row.get("messages", answer)]
         raise ValueError(
-            f"A conversation of an evaluation dataset has the roles {[message['role'] for message in answer]}: no "
-            "assistant message follows another message, so there is nothing to generate. Drop such rows."
+            f"A conversation of an evaluation dataset has the roles {roles}: no assistant message follows another "
+            "message, so there is nothing to generate. Drop such rows."
         )
     settings = row.get("chat_template_kwargs")
     rendered = maybe_apply_chat_template(

@@ -292,13 +292,13 @@ class Parity(Part):
         padding, schedule, tell = self.trainer.padding, self._schedules[mode], say
         if report is None:
             name = custom_loss_name(self.trainer)
-            outcome = "not compared (`pool_last_token`, `tp_size`, no mask, or a loss that needs more rows)"
+            tell = say if name is None else logger.warning
+            outcome = (
+                f"{f'`{name}`' if name else 'the loss'} was not compared with its padded value (no mask, as with "
+                "`packing`; `pool_last_token`; `tp_size`; or it needs more rows)"
+            )
             if name is not None:
-                tell = logger.warning
-                outcome = (
-                    f"`{name}` was {outcome}. If it reads logits at padding, they are zero: mask them by "
-                    "`attention_mask`, or set `padding_free=False`."
-                )
+                outcome += ". If it reads logits at padding, they are zero: mask them, or set `padding_free=False`."
         elif verdict is None:
             then = "the next batch is compared" if schedule.is_active else f"none is compared after {MOST_ZEROS}"
             outcome = f"parity not tested, the trainer's own loss: zero or no gradient on {report.items}; {then}"
