@@ -152,6 +152,11 @@ BAD = {
         lambda: {"teacher_model": None},
         "The student needs a teacher, and `teacher_model` is not given",
     ),
+    "attention of no teacher": Bad(
+        "Distillation",
+        lambda: {"teacher_model": None, "teacher_attn_implementation": "eager"},
+        "`teacher_attn_implementation` needs `teacher_model`",
+    ),
     "a budget below a completion": Bad(
         "Distillation", lambda: FREE | {"max_tokens_per_batch": 8}, "Raise the budget above 12"
     ),

@@ -1,5 +1,6 @@
 """The parity check of a step: it sees what depends on padding in TRL's default precision, too, and leaves nothing."""
 
+import contextlib
 import copy
 import gc
 import weakref
@@ -234,6 +235,10 @@ def test_a_loss_that_replaces_another_one_is_compared_once(tmp_path, capsys):
     trainer.compute_loss = lambda *args, **_: losses(1)[0](None, *args)
     assert not is_packed()
     del trainer.compute_loss
+    assert is_packed()
+    batch = next(iter(trainer.get_train_dataloader()))
+    with contextlib.suppress(ZeroDivisionError), trainer.observe_step(trainer.model, batch):
+        raise ZeroDivisionError  # an error of a step, after its checks
     assert is_packed()
     assert capsys.readouterr().out.count("parity ok, the trainer's own loss") == 3
 

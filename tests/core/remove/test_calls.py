@@ -106,9 +106,8 @@ def test_token_types_are_keys_of_the_prefix_tree(in_each_row, monkeypatch):
     expected = logits_of(model, ids, mask, token_type_ids=types)
     assert (expected - logits_of(model, ids, mask))[mask.bool()].abs().max() > 0.01
 
-    monkeypatch.setattr(
-        transformers.GPT2Model, "warn_if_padding_and_no_attention_mask", None
-    )  # no padding: not called
+    # Not called, since a packed row has no padding.
+    monkeypatch.setattr(transformers.GPT2Model, "warn_if_padding_and_no_attention_mask", None)
     with remove_padding(model, prefix_sharing=True) as handle:
         assert_equal_where_real(logits_of(model, ids, mask, token_type_ids=types), expected, mask)
     assert handle.stats.packed_tokens == (REAL if in_each_row else DISTINCT)

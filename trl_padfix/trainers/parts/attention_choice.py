@@ -48,6 +48,8 @@ class AttentionChoice(Part):
             requested = _requested_implementation(config, self.settings, prefix)
             if requested is not None and model is not None:
                 self._chosen[prefix] = _resolve(requested, model, config, prefix)
+            elif requested is not None and prefix == "teacher_":
+                raise ValueError("`teacher_attn_implementation` needs `teacher_model`. Set both, or neither.")
         if reference is None and "" in self._chosen:
             self._chosen.setdefault("ref_", self._chosen[""])
 

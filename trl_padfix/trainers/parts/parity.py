@@ -138,7 +138,9 @@ class Parity(Part):
             with self._model_compared(step):
                 if self._is_step_due(step):
                     step.why_padded = self.trainer.padding.why_padded = self._compare_step(step)
+                self._is_cut_off = False  # an error of the step itself ends no check
                 yield
+                self._is_cut_off = True
         except ParityError as error:
             failed = error
         # Only in the first step, because the host waits for the other processes here. All of them must call it.
@@ -297,8 +299,7 @@ class Parity(Part):
                 f"{f'`{name}`' if name else 'the loss'} was not compared with its padded value (no mask, as with "
                 "`packing`; `pool_last_token`; `tp_size`; or it needs more rows)"
             )
-            if name is not None:
-                outcome += ". If it reads logits at padding, they are zero: mask them, or set `padding_free=False`."
+            outcome += ". It reads zeros for logits at padding: mask them, or set `padding_free=False`." * bool(name)
         elif verdict is None:
             then = "the next batch is compared" if schedule.is_active else f"none is compared after {MOST_ZEROS}"
             outcome = f"parity not tested, the trainer's own loss: zero or no gradient on {report.items}; {then}"
