@@ -27,7 +27,7 @@ ATTENTION = (  # a flag of TRL's model configuration
     '`None`: transformers chooses. For parts of a vision model: `{"text_config": "sdpa", "vision_config": "eager"}`.'
 )
 OPENING = """
-Our configurations add these fields to TRL's. *Only* names stable trainers. The flag `--attn_implementation` belongs to
+Our configurations add these fields to TRL's. The flag `--attn_implementation` belongs to
 TRL's `ModelConfig`. If your script parses no `ModelConfig`, set `args.attn_implementation` after parsing.
 
 ## Fields

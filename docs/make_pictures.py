@@ -105,7 +105,7 @@ def draw_speed(figure: Any, sources: dict[str, Any]) -> None:
         # From 1: equal ratios have equal lengths on the logarithmic axis.
         axes.barh(places, [speed - 1 for speed in speeds], height, left=1, color=colour, label=label)
         for place, speed in zip(places, speeds, strict=True):
-            axes.text(max(speed, 1) * 1.04, place, f"{speed:.{1 if round(speed, 1) >= 2 else 2}f}x", va="center")
+            axes.text(max(speed, 1) * 1.04, place, f"{speed:.1f}x", va="center")
     axes.axvline(1, color="black", linewidth=1, label="TRL, padded")
     axes.set_yticks(range(len(rows)), [label for label, _ in rows])
     axes.set_xscale("log", base=2)

@@ -133,8 +133,8 @@ class PaddingRemovalCallback(TrainerCallback):
     loop and data stay the trainer's.
 
     transformers passes the model to callbacks, and not the trainer. Call [`~PaddingRemovalCallback.attach`] before
-    `trainer.train()`. It is needed for: the reference or teacher, DeepSpeed and FSDP, batches that your
-    loss must get padded, and the metrics in the reports of trackers. Without it a warning names these.
+    `trainer.train()`. Without `attach`, the callback warns that it leaves out: the reference or teacher,
+    DeepSpeed and FSDP, losses that need padded batches, and metrics for trackers.
 
     Args:
         prefix_sharing (`bool` or `"auto"`, *optional*, defaults to `False`):

@@ -158,6 +158,8 @@ class ParityReport(Distance):
 
     def raise_if_failed(self) -> None:
         """
+        Raise an error if the packed forward gives wrong numbers.
+
         Raises:
             ParityError: If a difference is outside tolerance, with the figures; or if scores of the padded forward
                 itself are not finite.
