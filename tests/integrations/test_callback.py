@@ -18,7 +18,7 @@ from kit.trainer_runs import (
 from torch.nn import functional
 from transformers import BertConfig, BertForMaskedLM, Trainer, TrainerCallback
 
-from trl_padfix import PaddingRemovalCallback, PaddingRemovalError, ParityError
+from trl_padfix import PaddingRemovalCallback, PaddingRemovalError, ParityError, padding_free_trainer
 from trl_padfix.core.remove import attachment_of
 from trl_padfix.integrations.callback import callback_from, settings_in
 
@@ -265,6 +265,8 @@ def test_attach_adds_the_callback_and_takes_a_trainer(tmp_path):
     callback, trainer = PaddingRemovalCallback(), build_trainer(tmp_path, max_steps=1)
     with pytest.raises(TypeError, match="takes the trainer"):
         callback.attach(trainer.model)
+    with pytest.raises(TypeError, match="removes padding itself"):
+        callback.attach(build_trainer(tmp_path, padding_free_trainer(Margins)))
     for given in (PaddingRemovalCallback(), callback, callback):  # the first is one of a cell that runs again
         given.attach(trainer)
     trainer.train()

@@ -185,6 +185,12 @@ def test_only_the_nearest_trainer_of_trl_has_a_counterpart():
         assert made.task_class is Task
 
 
+def test_a_class_that_was_made_is_made_again_from_its_own():
+    again = padding_free_trainer(padding_free_trainer(Trainer, strict=True), prefix_sharing="auto")
+    assert again.fixed_settings == {"padding_free": True, "prefix_sharing": "auto"}
+    assert again.__mro__[1:] == padding_free_trainer(Trainer).__mro__[1:]
+
+
 def test_what_needs_to_know_the_rows_is_refused():
     with pytest.raises(TypeError, match=r"no settings \['max_tokens_per_batch'\]"):
         padding_free_trainer(Trainer, max_tokens_per_batch=10)

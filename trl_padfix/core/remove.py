@@ -148,7 +148,8 @@ def remove_padding(
             f"Padding removal is attached to this {type(anatomy.decoder).__name__} already. Call `.remove()` on the "
             "first handle before attaching again, for instance with another `prefix_sharing`; where a trainer or a "
             "callback attached it, `trainer.restore_padding()` or `callback.remove()` (our trainers need no "
-            "callback). One handle packs all models that share a decoder. If the handle is lost, load the model again."
+            "callback). One handle packs all models that share a decoder. If the handle is lost: "
+            "`model = copy.deepcopy(model); remove_padding(model).remove()`."
         )
     with ExitStack() as on_error:
         on_error.callback(handle.remove)  # also if a user interrupts a notebook here

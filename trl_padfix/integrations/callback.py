@@ -31,6 +31,7 @@ from ..core.parity.limits import Limits, lowest_dtype
 from ..core.parity.report import ParityError, ParityReport
 from ..core.remove import attachment_of, remove_padding
 from ..core.switch import is_off
+from ..trainers.base import PaddingFreeMixin
 from ..trainers.checks.user_code import custom_loss_name, why_padded
 from ..trainers.distributed import check_launch, models_of, splitting_parallelism
 from ..trainers.messages import say
@@ -212,6 +213,8 @@ class PaddingRemovalCallback(TrainerCallback):
         """
         if not isinstance(trainer, Trainer):
             raise TypeError(f"`attach` takes the trainer, not its model; got `{type(trainer).__name__}`.")
+        if isinstance(trainer, PaddingFreeMixin) and trainer.padding.settings.padding_free:
+            raise TypeError(f"{type(trainer).__name__} removes padding itself. Leave the callback out.")
         callbacks = trainer.callback_handler.callbacks
         # An earlier one is of a cell that runs again.
         for earlier in [c for c in callbacks if isinstance(c, PaddingRemovalCallback) and c is not self]:

@@ -35,7 +35,7 @@ GATHERED_KEYS_PER_TOKEN = 64
 """Computing one token costs about as much as gathering 64 keys, backward included."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Layout:
     """
     Index maps between a padded batch of `B` rows and `L` columns and its packed row of `T` tokens.
@@ -79,6 +79,8 @@ class Layout:
 
     >>> ids = torch.tensor([[1, 2, 3, 4], [0, 1, 2, 5]])
     >>> layout = prefix_sharing_layout(ids, (ids > 0).long())
+    >>> layout
+    Layout((2, 4): 8 padded, 7 real, 5 packed tokens)
     >>> layout.real_index, layout.source
     (tensor([0, 1, 2, 3, 5, 6, 7]), tensor([0, 1, 2, 3, 0, 1, 4]))
     >>> layout.packed_index, layout.positions
@@ -102,6 +104,10 @@ class Layout:
     spans: tuple[int, ...]
     key_source_positions: torch.Tensor | None = None
     filler: int | None = None
+
+    def __repr__(self) -> str:
+        counts = f"{self.padded_tokens} padded, {self.real_tokens} real, {self.packed_tokens} packed tokens"
+        return f"{type(self).__name__}({self.batch_shape}: {counts})"
 
     @classmethod
     def of_segments(cls, query_lengths: Sequence[int], key_lengths: Sequence[int], **fields: Any) -> Self:

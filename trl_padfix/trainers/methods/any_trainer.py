@@ -73,6 +73,7 @@ def padding_free_trainer(trainer_class: type[T], *, task_class: type[Task] | Non
             f"`padding_free_trainer` has no settings {unknown}; it has {list(ANY_TRAINERS)}. Set other "
             "fields in the configuration of the trainer."
         )
+    trainer_class = vars(trainer_class).get("made_from", trainer_class)  # a notebook's cell may run again
     if issubclass(trainer_class, PaddingFreeMixin):
         raise TypeError(f"{trainer_class.__name__} removes padding already: set `padding_free` in its configuration.")
     bases: tuple[type, ...] = (PaddingFreeMixin, trainer_class)
@@ -81,7 +82,7 @@ def padding_free_trainer(trainer_class: type[T], *, task_class: type[Task] | Non
         bases = (ours,) if issubclass(ours, trainer_class) else (trainer_class, ours)
     doc = f"[`{trainer_class.__name__}`] without padding, made by [`padding_free_trainer`]."
     members: dict[str, Any] = {"__doc__": doc, "fixed_settings": {"padding_free": True, **settings}}
-    members |= {"task_class": task_class} if task_class else {}
+    members |= {"made_from": trainer_class} | ({"task_class": task_class} if task_class else {})
     return type(f"PaddingFree{trainer_class.__name__}", bases, members)  # type: ignore[return-value]
 
 
