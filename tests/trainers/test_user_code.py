@@ -208,7 +208,7 @@ def test_states_that_a_hook_keeps_for_a_loss_are_of_the_batch(owner, place, budg
 
     token_budget.logger.warning_once.cache_clear()
     assert_same(figures(trl_padfix), figures(trl))
-    assert any("a hook within the model; your loss may read" in line for line in our_warnings(caplog))
+    assert any("whose padded states your loss may read" in line for line in our_warnings(caplog))
     assert not any("gets packed states" in line or "for each sub-batch" in line for line in our_warnings(caplog))
     for module in (user_code, token_budget):
         monkeypatch.setattr(module, "hook_beside_loss", lambda *args, **kwargs: None)

@@ -90,7 +90,7 @@ def why_padded(trainer: Any, handle: PaddingRemoval, inputs: Any, in_parts: bool
     """Why the forwards of a step run padded ("The forward has ..."); `None` if they may be packed, or `in_parts`."""
     # Hooks of the whole decoder get unpacked states; under a budget these are the rows of one part.
     if name := hook_beside_loss(trainer, inner=not in_parts):
-        return f"`{name}`, a hook within the model; your loss may read its states: padded, and of all rows"
+        return f"`{name}`, a hook within the model, whose padded states your loss may read. Remove it to run packed"
     # A model without a head for tokens predicts no label from the token before it.
     return SCORED_FROM_PADDING if handle.anatomy.head is not None and scores_padding(inputs) else None
 
