@@ -332,7 +332,7 @@ def test_drawn_trees_in_drawn_parts_cover_each_token_once(seed):
 
 
 def reason(name="qwen2", is_sharded=False, on_model=lambda model: None, **config):
-    model = build(name)
+    model = build(name).train()
     on_model(model)
     settings = {"gradient_checkpointing": False, "use_cpu": True, "bf16": False}
     with remove_padding(model, prefix_sharing=True) as handle:
@@ -344,6 +344,7 @@ def test_what_cannot_read_the_states_of_other_forwards_is_named():
     assert reason() is None
     assert reason(**checkpoints | {"gradient_checkpointing_kwargs": {"use_reentrant": False}}) is None
     assert "reentrant gradient checkpointing" in reason(**checkpoints)
+    assert reason(on_model=lambda model: model.eval(), **checkpoints) is None
     assert "reentrant gradient checkpointing" in reason(
         on_model=lambda model: model.gradient_checkpointing_enable({"use_reentrant": True})
     )

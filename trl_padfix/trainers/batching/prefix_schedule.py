@@ -213,4 +213,4 @@ def sharing_obstacle(handle: PaddingRemoval, args: Any, is_sharded: bool) -> str
     name = next((name for name in names if vars(args).get(name) is not None), "gradient_checkpointing")
     is_reentrant.append(vars(args).get(name) and (vars(args).get(f"{name}_kwargs") or {}).get("use_reentrant"))
     reason = "reentrant gradient checkpointing keeps no graph of keys and values (set `use_reentrant=False`)"
-    return reason if any(is_reentrant) else None
+    return reason if any(is_reentrant) and handle.decoder.training else None  # evaluation keeps no graph
