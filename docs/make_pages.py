@@ -71,7 +71,7 @@ METRICS = """
 
 | metric | meaning |
 |---|---|
-| `padfix/pad_fraction` | padding / tokens of the padded batches (training with a token budget: of sub-batches) |
+| `padfix/pad_fraction` | padding / tokens of the padded batches |
 | `padfix/shared_fraction` | repeated prefix tokens / real tokens |
 | `padfix/filler_fraction` | filler / (computed tokens + filler) (with `packed_multiple_of`) |
 | `padfix/padded_forwards` | padded forwards; the log gives each reason once |

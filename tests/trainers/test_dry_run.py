@@ -55,9 +55,8 @@ def test_it_counts_the_whole_first_batch_also_in_parts(tmp_path, capsys):
         lines += [line for line in capsys.readouterr().out.splitlines() if line.startswith("tokens")]
         assert trainer.padding.stats.forwards == 0  # a training counts its own
     whole, again, evaluated, _, in_parts, _ = ([int(n) for n in re.findall(r"\d+", line)] for line in lines)
-    assert again == evaluated == whole
-    assert whole[1:] == in_parts[1:]  # real and computed tokens
-    assert whole[0] > in_parts[0]  # parts have less padding
+    assert again == evaluated == in_parts == whole
+    assert whole[2] > 60  # it has parts
     assert 0 < whole[2] == whole[1] < whole[0]
 
 

@@ -26,17 +26,16 @@ def test_auto_follows_the_counts_of_each_batch(tmp_path):
         assert shares == ([1.0] * 3 if sharing == "auto" else [])
 
 
-def test_real_tokens_are_those_of_the_batch_with_a_budget_too(tmp_path, monkeypatch):
+def test_tokens_are_those_of_the_batch_with_a_budget_too(tmp_path, monkeypatch):
     counted = []
-
-    def add(self, tokens, forwards, trainer):
-        counted.append(int(tokens))
-
-    monkeypatch.setattr("trl_padfix.trainers.metrics.token_counts.TokenCounter.add", add)
+    monkeypatch.setattr(
+        "trl_padfix.trainers.metrics.token_counts.TokenCounter.add",
+        lambda self, tokens, forwards, trainer: counted.append((int(tokens), forwards.padded_tokens)),
+    )
     for budget in ({}, {"max_tokens_per_batch": 40}):
         training(tmp_path, padding_free=True, per_device_train_batch_size=8, **budget)
     assert counted[:3] == counted[3:]
-    assert min(counted) > 40  # the budget splits
+    assert min(counted) > (40, 0)  # the budget splits
 
 
 def test_a_batch_of_two_batches_counts_the_tokens_of_its_forwards(tmp_path):

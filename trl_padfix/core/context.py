@@ -49,6 +49,7 @@ class Context:
     batch_cache: Any = None  # what the forwards of a loss have read from their tensors
     planned: Any = None  # a batch, and the layout that its step has planned for it
     runner: ForwardRunner | None = None  # computes forwards of models in parts
+    left_out: int = 0  # columns of the padded batch that its running part does not have
     own_checkpoint: bool = False  # whether the checkpoint around a forward is one of this package
     disabled: frozenset[object] = frozenset()  # attachments that are switched off
     stats: Any = None  # token counts of forwards that are not the user's, in place of a handle's

@@ -70,7 +70,8 @@ class PaddingStats:
     Token counts of the packed forwards, summed since attachment or the last [`PaddingStats.reset`].
 
     Attributes:
-        padded_tokens (`int`): Tokens that the decoder would have computed padded, `B * L` per forward.
+        padded_tokens (`int`): Tokens that the decoder would have computed padded, `B * L` per forward. The parts of a
+            batch within a token budget count the `L` of the batch.
         real_tokens (`int`): Tokens that are not padding.
         packed_tokens (`int`): Tokens that the decoder computed, without filler.
         forwards (`int`): Number of packed forwards.
@@ -117,7 +118,7 @@ class PaddingStats:
             self.filler_tokens += layout.filler or 0
             if isinstance(layout, PrefixedLayout) and layout.is_prefix:
                 return  # a prefix forward: its rows are counted by the micro-batches that read the prefix
-            self.padded_tokens += layout.padded_tokens
+            self.padded_tokens += layout.padded_tokens + layout.batch_shape[0] * context().left_out
             self.real_tokens += layout.real_tokens
             self.forwards += 1
             self.shared_forwards += computed < layout.real_tokens

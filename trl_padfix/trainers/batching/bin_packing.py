@@ -304,17 +304,14 @@ def _make_last_bin_small(bins: list[RowGroup], first_mixed: int, room: float, co
 
 def halve_largest(parts: Sequence[list[int]], count: int) -> list[list[int]]:
     """
-    Cut the part with the most rows in two, until there are `count` parts or none has two rows.
+    Cut the part with the most rows in two, until there are `count` parts. There are at least as many rows.
 
     `[[7, 8, 9], [5]]` and 3 give `[[7], [8, 9], [5]]`.
     """
     halved = list(parts)
     while len(halved) < count:
-        index = max(range(len(halved)), key=lambda i: len(halved[i]))
-        rows = halved[index]
-        middle = len(rows) // 2
-        if not middle:
-            break
+        rows = max(halved, key=len)
+        index, middle = halved.index(rows), len(rows) // 2
         halved[index : index + 1] = [rows[:middle], rows[middle:]]
     return halved
 

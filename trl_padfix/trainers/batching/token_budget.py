@@ -256,17 +256,20 @@ class TokenBudget(Part):
         # A single process reduces nothing. All threads share accelerate's state, and another one may run a step.
         is_alone = not (has_others or trainer.is_deepspeed_enabled)
         runner, metrics = self._runner(parts.images, parts), ChunkMetrics(trainer)
+        width = self._ids_and_mask(inputs)[0].shape[1]
         with task.around_chunks(inputs) as inputs, within(runner=runner):
             total: Any = 0.0
             for i, chunk in enumerate(parts.of(inputs)):
                 is_last = i == len(parts.rows) - 1
                 weight, items = task.chunk_weight(chunk, inputs, num_items), task.num_loss_items(chunk)
                 loss = partial(compute, chunk, *args, **kwargs)
-                runner.start(i, *self._ids_and_mask(chunk))
+                ids, mask = self._ids_and_mask(chunk)
+                runner.start(i, ids, mask)
                 num_items_of = {"": weight if items is None else items} | task.num_metric_items(chunk)
                 # Per chunk TRL switches checkpointing off and on, and each time transformers adds a hook that stays.
                 no_hook = {} if is_last else {"enable_input_require_grads": lambda: None}
                 with (
+                    within(left_out=width - ids.shape[1]),
                     sync_gradients_in_last(trainer, model, is_last or is_alone),
                     metrics.chunk(num_items_of),
                     temporarily_set(find_pretrained(trainer.model), **no_hook),

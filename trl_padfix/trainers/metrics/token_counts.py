@@ -138,8 +138,7 @@ def report_of(counters: dict[str, TokenCounter], mode: str, handle: PaddingRemov
 
 def _real_tokens(batches: list[dict[str, torch.Tensor]], counts: PaddingStats) -> int | torch.Tensor:
     """The real tokens of `batches`, by their masks; without batches those of the forwards."""
-    padded = sum(batch["input_ids"].numel() for batch in batches)
-    if not batches or (counts.forwards, counts.padded_tokens) == (len(batches), padded):  # known on the host
-        return counts.real_tokens
+    if not batches or counts.padded_tokens == sum(batch["input_ids"].numel() for batch in batches):
+        return counts.real_tokens  # known on the host
     masks = [batch.get("attention_mask", torch.ones_like(batch["input_ids"])) for batch in batches]
     return torch.stack([mask.sum() for mask in masks]).sum()
