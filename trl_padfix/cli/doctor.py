@@ -43,14 +43,16 @@ def doctor(
 
 def describe(diagnosis: Diagnosis) -> list[str]:
     """The printed lines of a diagnosis, of at most 80 characters, the verdict first."""
-    system, machine, versions = diagnosis.system, diagnosis.machine, diagnosis.versions
+    system, machine, versions, model = diagnosis.system, diagnosis.machine, diagnosis.versions, diagnosis.model
+    exact = f"{model.architecture}: padding is removed exactly" if model else "Padding can be removed here"
+    ready = f"READY. {exact}, with `{diagnosis.auto}` attention."
     count = Counter(f"{gpu['name']} ({gpu['memory_gib']:.0f} GiB)" for gpu in system["gpus"])
     names = [f"{n} x {name}" for name, n in count.items()] or [f"{machine.device.upper()} ({system['cores']} cores)"]
     capability = f", compute capability {'.'.join(map(str, c))}" if (c := machine.capability) else ""
     tested = "" if diagnosis.tested else "; tested: " + ", ".join(f"{t.transformers} with {t.trl}" for t in TESTED)
     pair = f"transformers and TRL are {'not ' if tested else ''}a pair that is tested together{tested}"
     lines = [
-        *(("", text) for text in _verdict(diagnosis)),
+        *(("", text) for text in (["NOT READY.", *diagnosis.problems] if diagnosis.problems else [ready])),
         ("", ""),
         ("machine", f"{', '.join(names)}{capability}"),
         ("packages", ", ".join(f"{name} {version}" for name, version in versions.items() if version)),
@@ -60,15 +62,7 @@ def describe(diagnosis: Diagnosis) -> list[str]:
         ("", f"packed attention in {diagnosis.dtype}:"),
         *_attention(diagnosis),
     ]
-    return _wrapped(lines + ([] if diagnosis.model is None else [("", ""), *_model(diagnosis.model)]))
-
-
-def _verdict(diagnosis: Diagnosis) -> list[str]:
-    if diagnosis.problems:
-        return ["NOT READY.", *diagnosis.problems]
-    model = diagnosis.model
-    what = f"{model.architecture}: padding is removed exactly" if model else "Padding can be removed here"
-    return [f"READY. {what}, with `{diagnosis.auto}` attention."]
+    return _wrapped(lines + ([] if model is None else [("", ""), *_model(model)]))
 
 
 def _attention(diagnosis: Diagnosis) -> list[tuple[str, str]]:
