@@ -9,14 +9,10 @@ from pathlib import Path
 from uuid import uuid4
 
 
-__all__ = ["DATA_FILES", "MODEL_FILES", "refuse_missing", "write_whole_folder"]
+__all__ = ["DATA_FILES", "refuse_missing", "write_whole_folder"]
 
 DATA_FILES = {f".{name}": name for name in ("arrow", "csv", "json", "parquet")} | {".gz": "json", ".jsonl": "json"}
 """Builders of `datasets`, by the endings of data files. `save_to_disk` writes .arrow files."""
-
-
-MODEL_FILES = ("config.json", "adapter_config.json")
-"""Files of which the folder of a model holds one."""
 
 
 def refuse_missing(name: str, place: str, in_cache: bool = False, holds: tuple[str, ...] = ()) -> None:
@@ -33,13 +29,15 @@ def refuse_missing(name: str, place: str, in_cache: bool = False, holds: tuple[s
 
     nothing, path = f"{place}: there is no file or folder {name!r} here ({Path.cwd()})", Path(name)
     # An id is a name, or an owner and a name. `runs/model` may be either: it is a path if the folder `runs` is here.
-    has_folder = len(path.parts) > 2 or (len(path.parts) == 2 and path.parent.is_dir())
+    has_folder = "\\" in name or len(path.parts) > 2 or (len(path.parts) == 2 and path.parent.is_dir())
     if (name.startswith((".", "/", "~")) or path.suffix in DATA_FILES or has_folder) and not path.exists():
-        raise FileNotFoundError(f"{nothing}. Correct the path, or first run what writes it.")
+        form = " (write `/`, and no `~`)" if "\\" in name or name.startswith("~") else ""
+        raise FileNotFoundError(f"{nothing}. Correct the path{form}, or first run what writes it.")
     if path.is_file() and (in_cache or path.suffix not in DATA_FILES):
         raise ValueError(f"{place}: {name!r} is a file of a type that is not read. Name a folder, or data as .jsonl.")
     if path.is_dir() and not any((path / file).exists() for file in holds or os.listdir(path)):
-        raise ValueError(f"{place}: the folder {name!r} has no {' or '.join(holds) or 'file'}. Name another folder.")
+        remedy = "Merge the adapter into a model" if (path / "adapter_config.json").exists() else "Name another folder"
+        raise ValueError(f"{place}: the folder {name!r} has no {' or '.join(holds) or 'file'}. {remedy}.")
     cached = Path(HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
     if in_cache and HF_HUB_OFFLINE and not path.exists() and not cached.exists():
         raise FileNotFoundError(

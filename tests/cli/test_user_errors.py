@@ -20,6 +20,7 @@ TEXTS = [*MODEL, "--dataset_name", "good_folder"]
 PROMPTS = [*MODEL, "--dataset_name", "prompts_folder"]
 
 SHARED = [*RUN, "--padding_free", "--prefix_sharing"]
+WRONG = "gradient_accumulation_steps=-1 packed_multiple_of=0 adam_beta1=1 label_smoothing=0.5 seed=4294967296"
 
 
 def stats(data, *more):
@@ -35,10 +36,10 @@ CASES = [
     (stats("null.jsonl"), "Row 3 (counted from 0) of the null.jsonl dataset has no 'text': {'text': None}. Write a"),
     (stats("columns.jsonl"), "The data has the columns words. This command counts dpo: chosen, rejected;"),
     (stats("pairs.jsonl", "--max-length", "1"), "no row is left"),
-    (stats("good.jsonl", "--batch-size", "0"), "--batch-size"),
+    (stats("good.jsonl", "--batch_size", "0"), "Invalid value for '--batch-size'"),
     (["dpo"], "Set `--model_name_or_path` to a folder or a Hub id"),
     (["dpo", *CPU, "--config"], "`--config` needs the path of one YAML"),
-    (["dpo", *CPU, "--config", "broken.yaml"], "broken.yaml is not valid YAML"),
+    (["dpo", *CPU, "--config", "broken.yaml"], "found character '\\t' that cannot start any token (line 2). Indent"),
     (["dpo", *MODEL], "No dataset: set `--dataset_name`"),
     (["dpo", *CPU, "--model_name_or_path", "./nowhere"], "--model_name_or_path: there is no file or folder"),
     (["distillation", *PROMPTS, "--teacher_model_name_or_path", "./big"], "no file or folder './big' here"),
@@ -50,7 +51,8 @@ CASES = [
     (["dpo", *CPU, "--max_length", "None"], "invalid int value: 'None'. Write `null`"),
     (["kto", *CPU, "--tiny_model", "tiny"], "No dataset: set"),
     (["dpo", *RUN, "--tiny_model", "tiny"], "(not both)"),
-    (["dpo", *CPU, "--model_name_or_path", "hollow"], "the folder 'hollow' has no config.json or adapter_config"),
+    (["dpo", *CPU, "--model_name_or_path", "hollow"], "the folder 'hollow' has no config.json. Name another"),
+    (["dpo", *CPU, "--model_name_or_path", "."], "the folder '.' has no config.json. Merge the adapter into a model."),
     (["dpo", *CPU, "--resume_from_checkpoint", "nowhere"], "'nowhere' is no checkpoint. Name one, or write `lat"),
     (["dpo", *CPU, "--resume_from_checkpoint", "latest"], "there is no complete checkpoint in 'trainer_output'"),
     (["dpo", *RUN, "--resume_from_checkpoint", "--seed", "1"], "--resume_from_checkpoint needs a value"),
@@ -69,7 +71,6 @@ EARLY = [
     (["dpo", *RUN, "--config", "no_files.yaml"], "no_files.yaml, line 1: datasets, entry 1: Unable to find '"),
     (["dpo", *RUN, "--config", "no_folder.yaml"], "line 1: datasets, entry 1: there is no file or folder './x' here"),
     (["dpo", *RUN, "--config", "empty.yaml"], "line 2: beta: invalid float value: None. Write a value, or"),
-    (["dpo", *RUN, "--gradient_accumulation_steps", "-1"], "_steps: it must be at least 1, got -1"),
     (["dpo", *RUN, "--prefix_sharing"], "--prefix_sharing: it needs `padding_free: true`. Set both, or neither."),
     (["dpo", *RUN, "--prefix_sharing", "maybe"], "invalid choice: 'maybe' (choose from 'auto', 'false', 'true')"),
     (["sft", *TEXTS, "--config", "cosin.yaml"], "line 1: lr_scheduler_type: invalid choice: 'cosin' (choose from 'co"),
@@ -100,15 +101,15 @@ EARLY = [
     (["grpo", *PROMPTS, "--reward_funcs", "rewards.bad"], "--reward_funcs: there is no 'bad' in rewards.py. Your"),
     (["grpo", *PROMPTS, "--reward_funcs", "mine.good"], "--reward_funcs: there is no module 'mine' here ("),
     (["grpo", *PROMPTS, "--reward_funcs", "accuracy"], "there is no 'accuracy' in TRL, which has accuracy_reward, "),
-    (["dpo", *RUN, "--config", "no_rows.yaml"], "line 1: test_split_size: it must be between 0 and 1, or in a YAML"),
-    (["dpo", *RUN[:4], *RUN[6:], "--config", "report.yaml"], "line 1: report_to: invalid value: False. To report no"),
+    (["dpo", *RUN, "--test_split_size", "0"], "--test_split_size: it must be between 0 and 1, or in a YAML"),
+    (["dpo", *RUN, "--report_to", "wandb", "none"], "invalid choice: ['wandb', 'none'] (choose from 'all', 'azur"),
     (stats("rows.txt"), "DATA: 'rows.txt' is a file of a type that is not read. Name a folder, or data as .jsonl"),
     (["stats", "good.jsonl", "--tokenizer", "models/good/tokenizer.json"], "is a file of a type that is not read"),
     (["dpo", *MODEL, "--config", "columns.yaml"], "line 1: datasets, entry 1: `columns` is a list of names: write `c"),
     (["dpo", *MODEL, "--config", "third.yaml"], "has no column '3'; it has ['chosen', 'rejected']. Correct `columns`"),
     (["dpo", *MODEL, "--config", "half.yaml"], "line 1: datasets, entry 1: fraction: invalid float value: 'half'."),
     (["dpo", *RUN, "--config", "cosim.yaml"], "there is no file 'cosim.yaml' (did you mean `cosin.yaml`?) here (/"),
-    (["dpo", *RUN, "--config", "whole.yaml"], "whole.yaml, line 1: max_steps: invalid int value: 6.0."),
+    (["dpo", *RUN, "--max_steps", "6.0"], "--max_steps: invalid int value: '6.0'."),
     (["dpo", *RUN, "--run_name", "my", "run"], "--run_name: invalid text value: ['my', 'run']."),
     (["dpo", *RUN, "—padding_free"], "invalid str value: ['pairs_folder', '—padding_free']. Write one value. A flag"),
     (["dpo", *RUN, "--model_init_kwargs", "7"], "_kwargs: invalid dict value: '7'. Write {\"NAME\": VALUE}; in a sh"),
@@ -120,10 +121,16 @@ EARLY = [
     (["dpo", *RUN, "--config_file", "list.yaml"], "list.yaml is not a mapping of fields to values"),
     (["dpo", *RUN, "--config_file", "typo.yaml"], "typo.yaml, line 2: num_proces (did you mean `num_processes`?)"),
     (["dpo", *RUN, "--accelerate_config", "./kind.yaml"], "distributed_type: invalid choice: 'MULTI_GPUU' (choose"),
-    (["dpo", *RUN, "--config", "loss.yaml"], "loss.yaml, line 1: loss_type: invalid choice: 'sigmod' (choose from '"),
+    (["dpo", *RUN, "--loss_type", "sft", "sigmod"], "--loss_type: invalid choice: 'sigmod' (choose from '"),
     (["grpo", *PROMPTS, "--loss_type", "gspo"], "--loss_type: invalid choice: 'gspo' (choose from 'bnpo', 'cispo', '"),
     (["dpo", *RUN, "--learning_rate", "-1e-5"], "--learning_rate: it must be at least 0, got -1e-5."),
+    *((["dpo", *RUN, f"--{flag}"], f"--{flag.split('=')[0]}: it must be at least ") for flag in WRONG.split()),
     (["dpo", *RUN, "--num_train_epochs=0"], "--num_train_epochs: it must be above 0, got 0."),
+    (["dpo", *RUN, "--bf16", "--fp16"], "--fp16: `bf16` is true too. Set one of them to false."),
+    (["dpo", *RUN, "--f_divergence_type", "js"], "invalid choice: 'js' (choose from 'alpha_divergence', 'forward_kl'"),
+    (["dpo", *RUN, "--lora_target_modules", "q_proj,v_proj"], "got 'q_proj,v_proj', write '.*(q_proj|v_proj)'."),
+    (["dpo", *MODEL, "--dataset_name", "C:\\data"], "'C:\\\\data' here (/"),
+    (["grpo", *PROMPTS, "--reward_funcs", "accuracy_reward"], "no column 'solution'; it has ['prompt']. The accuracy"),
     (["dpo", *RUN, "--lora_r", "8"], "--lora_r: it has no effect without `use_peft: true`. Set both, or neither."),
     (["dpo", *RUN, "--lr_scheduler_kwargs", '{"a": 1'], "--lr_scheduler_kwargs: invalid dict value: '{\"a\": 1'."),
     (["dpo", *RUN, "--use_lora", "true"], "--use_lora (it is `use_peft` here)"),
@@ -159,10 +166,7 @@ def material(tmp_path_factory) -> Path:
     (folder / "twice.yaml").write_text("seed: 1\nmax_steps: 2\nseed: 2\n")
     (folder / "no_files.yaml").write_text("datasets: [{path: json, data_files: [good.jsonl, '*.jsonl', a/b/c]}]\n")
     (folder / "rewards.py").write_text("def good(completions, **kwargs):\n    0\n")
-    (folder / "whole.yaml").write_text("max_steps: 6.0\n")
     Dataset.from_dict({"chosen": ["a"], "rejected": ["b"]}).save_to_disk(folder / "disk")
-    (folder / "no_rows.yaml").write_text("test_split_size: 0\n")
-    (folder / "report.yaml").write_text("report_to: no\n")
     (folder / "rows.txt").write_text("alpha\n")
     for name, more in {
         "columns": "columns: chosen",
@@ -172,8 +176,8 @@ def material(tmp_path_factory) -> Path:
         (folder / f"{name}.yaml").write_text(f"datasets: [{{path: json, data_files: pairs.jsonl, {more}}}]\n")
     (folder / "typo.yaml").write_text("distributed_type: MULTI_CPU\nnum_proces: 2\n")
     (folder / "kind.yaml").write_text("distributed_type: MULTI_GPUU\n")
-    (folder / "loss.yaml").write_text("loss_type: [sft, sigmod]\n")
     (folder / "hollow").mkdir()
+    (folder / "adapter_config.json").write_text("{}")
     return folder
 
 
@@ -214,7 +218,8 @@ def test_right_values_of_these_fields_pass(monkeypatch):
     args += ["--use_peft=false", "--model_init_kwargs", '{"a": {"b": true}}', "--dataset_name", "pairs_folder"]
     assert check_given("dpo", read_given(args)) is None
     monkeypatch.setenv("TRL_PADFIX_OFF", "1")
-    assert check_given("dpo", read_given([*args, "--prefix_sharing"])) is None
+    args += ["--prefix_sharing", "--lora_target_modules=.*_proj", "--packed_multiple_of", "64", "128"]
+    assert check_given("dpo", read_given(args)) is None
 
 
 def test_types_are_read_from_annotations_of_old_and_new_releases():

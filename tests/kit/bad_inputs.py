@@ -24,7 +24,7 @@ def build_bad_data(folder: Path) -> None:
         "empty.jsonl": "",
         "null.jsonl": TEXT * 3 + '{"text": null}\n',
         "columns.jsonl": '{"words": "a"}\n',
-        "broken.yaml": "a: [1,\n b: :\n",
+        "broken.yaml": "a:\n\t- 1\n",
         "list.yaml": "- a\n- b\n",
     }  # fmt: skip
     for name, text in lines.items():

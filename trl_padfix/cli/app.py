@@ -26,7 +26,7 @@ app = typer.Typer(
     help="Drop-in TRL trainers that skip padding and compute shared prompts once.",
     epilog="The training commands take TRL's flags, --config FILE.yaml and --dry_run.",
     pretty_exceptions_show_locals=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": ["-h", "--help"], "token_normalize_func": lambda x: x.replace("_", "-")},
     rich_markup_mode=None,  # its panels cut the names of options in 80 columns
 )
 app.command(short_help=doctor.__doc__)(doctor)  # click would cut a summary that it makes itself

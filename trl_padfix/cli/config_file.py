@@ -23,7 +23,7 @@ import yaml
 
 from ..core.switch import is_off
 from ..field_names import hint
-from ..files import DATA_FILES, MODEL_FILES, refuse_missing
+from ..files import DATA_FILES, refuse_missing
 from ..trainers.resume import checkpoint_to_resume
 from ..versions import installed_version, newer_trl, require
 from . import METHODS
@@ -44,9 +44,12 @@ OPEN = {"accelerate_config", "attn_implementation", "ref_attn_implementation", "
 """Fields with choices that also take paths or other values."""
 
 BOUNDS = {
-    "at least 1": "per_device_.*_size|gradient_accum.*_steps|num_processes|max_.*(batch|length)|dataset_num_proc",
-    "at least 0": "seed|learning_rate|weight_decay|warmup_steps|dataloader_num_workers|lora_dropout",
-    "above 0": "num_train_epochs|temperature",
+    "at least 1": (lambda x: x >= 1, "lora_r|packed.*|max_.*(batch|length)|per_device.*|.*num_proc.*|.*accum.*steps"),
+    "at least 0": (lambda x: x >= 0, "learning_rate|weight_decay|adam_epsilon|warmup_steps|dataloader_num_workers"),
+    "above 0": (lambda x: x > 0, "num_train_epochs|temperature|repetition_penalty"),
+    "at least 0 and below 1": (lambda x: 0 <= x < 1, "adam_beta[12]|lora_dropout"),
+    "at least 0 and below 0.5": (lambda x: 0 <= x < 0.5, "label_smoothing"),
+    f"at least 0 and below {2**32}": (lambda x: 0 <= x < 2**32, "seed"),
 }
 """Patterns of fields, by the values that they take."""
 
@@ -104,7 +107,9 @@ def _read_yaml(path: str) -> Given:
         text = Path(path).read_text("utf-8")
         root, values = yaml.compose(text), yaml.safe_load(text)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not valid YAML: {error}") from error
+        text = re.sub(r'in "<.*>", (line \d+), column \d+(:\n.*\n *\^)?', r"(\1)", str(error))
+        remedy = "Indent with spaces, not with a tab" if "'\\t'" in text else "Special characters need single quotes"
+        raise ValueError(f"{path} is not valid YAML: {' '.join(text.split())}. {remedy}.") from error
     if not isinstance(root, yaml.MappingNode):
         raise ValueError(f"{path} is not a mapping of fields to values. Write lines such as `max_steps: 100`.")
     lines: dict[str, int] = {}
@@ -131,7 +136,8 @@ def check_given(method: str, given: Given) -> str | bool | None:
     values, places = ({whole[name]: x for name, x in by_name.items()} for by_name in given)
     if not newer_trl():  # a later TRL may declare fields in other files; the parser of its script checks the names
         check_names(method, places, fields)
-    is_on_cpu = str(values.get("use_cpu")).lower() in BOOLEANS[:5] or "+cpu" in str(installed_version("torch"))
+    on = {name for name, value in values.items() if str(value).lower() in BOOLEANS[:5]}
+    is_on_cpu = "use_cpu" in on or "+cpu" in str(installed_version("torch"))
     if "--env" in places.values():
         raise ValueError("`env` works only in a YAML (`env: {NAME: VALUE}`). Here write `NAME=VALUE trl-padfix ...`.")
     for name, value in values.items():
@@ -145,7 +151,9 @@ def check_given(method: str, given: Given) -> str | bool | None:
             raise ValueError(f"{places[name]}: run `pip install {package}`, which it needs.")
         if name in OPEN and str(value).startswith(("flash", "flex")) and is_on_cpu:
             raise ValueError(f"{places[name]}: {value!r} needs a GPU, and this run has none. Write 'sdpa'.")
-    is_free = is_off() or str(values.get("padding_free")).lower() in BOOLEANS[:5]
+    if {"bf16", "fp16"} <= on:
+        raise ValueError(f"{places['fp16']}: `bf16` is true too. Set one of them to false.")
+    is_free = is_off() or "padding_free" in on
     for name in ("prefix_sharing", "max_tokens_per_batch", "packed_multiple_of"):
         if not is_free and str(values.get(name)).lower() not in ("none", *BOOLEANS[5:]):
             raise ValueError(f"{places[name]}: it needs `padding_free: true`. Set both, or neither.")
@@ -155,7 +163,7 @@ def check_given(method: str, given: Given) -> str | bool | None:
     lora = [name for name in values if name.startswith("lora_")]
     if lora and "use_peft" not in values:
         raise ValueError(f"{places[lora[0]]}: it has no effect without `use_peft: true`. Set both, or neither.")
-    resume_from = _check_model(values, places)
+    resume_from = _check_model(method, values, places)
     if bool(values.get("model_name_or_path")) == bool(values.get("tiny_model")):
         raise ValueError("Set `--model_name_or_path` to a folder or a Hub id, or `--tiny_model tiny` (not both).")
     if method == "distillation" and not values.get("teacher_model_name_or_path"):
@@ -199,17 +207,21 @@ def declared_fields(method: str) -> dict[str, set[str]]:
     attentions = {*map(repr, re.findall(r'"(\w+)": \w+_attention\w*_forward', source))}
     # None: a later transformers registers them elsewhere.
     fields |= dict.fromkeys(OPEN & fields.keys(), attentions | {"'auto'", "'eager'", "None"} if attentions else set())
-    if losses := _losses(method):
-        fields["loss_type"] = fields["loss_type"] & {"None", "list"} | losses
+    for name in ("f_divergence_type", "importance_sampling_level", "loss_type"):
+        if compared := _compared(method, name):
+            fields[name] = fields[name] & {"None", "list"} | compared
+    source = (_folder("transformers") / "integrations/integration_utils.py").read_text("utf-8")
+    if loggers := {repr(name) for name in re.findall(r'^    "(\w+)": \w+Callback,', source, re.MULTILINE)}:
+        fields["report_to"] = {"None", "list", "'all'", "'none'"} | loggers
     fields["run_name"] = {"None", "text"}  # YAML reads 7 and 2026-11-30 as other types than text
     fields["accelerate_config"] = {repr(file.stem) for file in (_folder("trl") / "accelerate_configs").glob("*.yaml")}
     return fields
 
 
-def _losses(method: str) -> set[str]:
-    """The quoted values with which a trainer of TRL compares its `loss_type`; none of a later TRL."""
+def _compared(method: str, field: str) -> set[str]:
+    """The quoted values with which a trainer of TRL compares a field; none of a later TRL."""
     source = (_folder("trl") / f"trainer/{method}_trainer.py").read_text("utf-8") if not newer_trl() else ""
-    compared = re.findall(r'loss_type (?:==|(?:not )?in) ("\w+"|[\[({][^\])}]*)', source)
+    compared = re.findall(rf'{field} (?:==|(?:not )?in) ("\w+"|[\[({{][^\])}}]*)', source)
     return {repr(name) for values in compared for name in re.findall(r'"(\w+)"', values)}
 
 
@@ -284,7 +296,8 @@ def _whole(name: str, known: Iterable[str]) -> str:
 
 def _check_value(name: str, value: Any, place: str, types: set[str]) -> None:
     """Raise a `ValueError` for a value that is of none of the types of its field, and for a flag without its value."""
-    items = value if isinstance(value, list) and "list" in types else [value]
+    is_one = name == "report_to" and place.startswith("--")  # TRL's parser takes one value of this flag
+    items = value if isinstance(value, list) and "list" in types and not is_one else [value]
     types = types - {"list"}
     if value is True and place.startswith("--") and types and "bool" not in types:
         raise ValueError(f"{place} needs a value after it.")
@@ -300,14 +313,16 @@ def _check_value(name: str, value: Any, place: str, types: set[str]) -> None:
         if wrong in (None, "None", "none"):
             remedy = " Write `null` for no value." if "None" in types else " Write a value, or leave the field out."
         raise ValueError(f"{place}: invalid {problem}.{remedy}")
-    for bound in (bound for bound, names in BOUNDS.items() if value is not None and re.fullmatch(names, name)):
-        if float(value) < int(bound[-1]) or bound == f"above {float(value):g}":
+    for bound, (is_in, names) in BOUNDS.items():
+        if re.fullmatch(names, name) and _is(value, "float") and not is_in(float(value)):
             raise ValueError(f"{place}: it must be {bound}, got {value}.")
     is_count = isinstance(value, int) and value > 0  # of rows; a flag is a string, and TRL reads it as a share
     if name == "test_split_size" and not (value is None or is_count or 0 < float(value) < 1):
         raise ValueError(f"{place}: it must be between 0 and 1, or in a YAML a number of rows, got {value}.")
-    if name == "report_to" and str(value).lower() in BOOLEANS:
-        raise ValueError(f"{place}: invalid value: {value!r}. To report nowhere, write `none`.")
+    one = str(items[0]) if name == "lora_target_modules" and len(items) == 1 else ""
+    if re.fullmatch(r"(?!(None|lm_head|score)$)\w+([, ]+\w+)*", one):
+        pattern = re.sub("[, ]+", "|", one)
+        raise ValueError(f"{place}: one text is a pattern of whole names: got {one!r}, write '.*({pattern})'.")
 
 
 def _is(value: Any, name: str) -> bool:
@@ -326,12 +341,14 @@ def _folder(package: str) -> Path:
     return Path(spec.origin).parent if spec and spec.origin else Path("nowhere")
 
 
-def _check_model(values: dict[str, Any], places: dict[str, str]) -> str | bool | None:
+def _check_model(method: str, values: dict[str, Any], places: dict[str, str]) -> str | bool | None:
     """Raise an error for a model or a checkpoint that is not there, and return the checkpoint to resume from."""
     in_cache = not {"env", "model_init_kwargs"} & values.keys()  # they may set another cache
     for field in ("model_name_or_path", "teacher_model_name_or_path", "reward_model_name_or_path"):
         if name := values.get(field):
-            refuse_missing(name, places[field], in_cache, MODEL_FILES if in_cache else ())
+            # TRL first reads the configuration of a model, except for a reward: only there an adapter can be loaded.
+            holds = ("config.json",) if in_cache and "reward" not in (method, field[:6]) else ()
+            refuse_missing(name, places[field], in_cache, holds)
     output_dir = str(values.get("output_dir") or "trainer_output")
     there = next(path for path in (Path(output_dir), *Path(output_dir).absolute().parents) if path.exists())
     try:
@@ -391,6 +408,8 @@ def _check_data(method: str, values: dict[str, Any], places: dict[str, str]) -> 
                     read = {*map(str, entry.get("columns") or columns)}
                     require_columns(columns, data, [read], "Correct `columns`, or the data")
                     needed = needed_columns(method, values.get("dataset_text_field") or "text")
+                    if re.search("'(reasoning_)?accuracy_reward'", str(values.get("reward_funcs"))):
+                        require_columns(read, data, [{"solution"}], "The accuracy reward compares with `solution`")
                     read = require_columns(read, data, *needed)
                     # `expand_turns` leaves rows out, and a slice may do.
                     if read and not has_slice and str(values.get("expand_turns")).lower() not in BOOLEANS[:5]:
