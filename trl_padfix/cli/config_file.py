@@ -108,8 +108,8 @@ def _read_yaml(path: str) -> Given:
         root, values = yaml.compose(text), yaml.safe_load(text)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         text = re.sub(r'in "<.*>", (line \d+), column \d+(:\n.*\n *\^)?', r"(\1)", str(error))
-        remedy = "Indent with spaces, not with a tab" if "'\\t'" in text else "Special characters need single quotes"
-        raise ValueError(f"{path} is not valid YAML: {' '.join(text.split())}. {remedy}.") from error
+        remedy = "Indent with spaces, not tabs; quote special characters; save it as UTF-8."
+        raise ValueError(f"{path} is not valid YAML: {' '.join(text.split())}. {remedy}") from error
     if not isinstance(root, yaml.MappingNode):
         raise ValueError(f"{path} is not a mapping of fields to values. Write lines such as `max_steps: 100`.")
     lines: dict[str, int] = {}
@@ -350,11 +350,11 @@ def _check_model(method: str, values: dict[str, Any], places: dict[str, str]) ->
             holds = ("config.json",) if in_cache and "reward" not in (method, field[:6]) else ()
             refuse_missing(name, places[field], in_cache, holds)
     output_dir = str(values.get("output_dir") or "trainer_output")
-    there = next(path for path in (Path(output_dir), *Path(output_dir).absolute().parents) if path.exists())
+    there = str(next(path for path in (Path(output_dir), *Path(output_dir).absolute().parents) if path.exists()))
     try:
         TemporaryFile(dir=there).close()  # root may write to any folder, but not to /proc
     except OSError as error:
-        problem = f"`output_dir`: {output_dir!r} cannot be written: {str(there)!r} is a file or read-only."
+        problem = f"`output_dir`: {output_dir!r} cannot be written: {there!r} is a file or read-only. Name another."
         raise ValueError(problem) from error
     resume_from = checkpoint_to_resume(values.get("resume_from_checkpoint"), output_dir)
     if isinstance(resume_from, str) and not (Path(resume_from) / "trainer_state.json").is_file():
