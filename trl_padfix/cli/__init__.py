@@ -7,19 +7,13 @@ import sys
 from importlib.util import find_spec
 
 
-__all__ = ["INTERRUPTED", "METHODS", "disable_telemetry", "main", "require_extra"]
+__all__ = ["INTERRUPTED", "METHODS", "disable_telemetry", "main"]
 
 METHODS = {name.lower(): name for name in ("DPO", "SFT", "Reward", "KTO", "GRPO", "RLOO", "Distillation")}
 """Commands, and the first part of the names of their trainers and configurations."""
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
-
-
-def require_extra(*names: str) -> None:
-    """End the process with one line if a package of the extra `cli` is not installed."""
-    if missing := [name for name in names if find_spec(name) is None]:
-        sys.exit(f"trl-padfix: the command line needs {', '.join(missing)}. In a clone, run: pip install -e '.[cli]'")
 
 
 def disable_telemetry() -> None:
@@ -34,7 +28,8 @@ def disable_telemetry() -> None:
 
 def main() -> None:
     """Run the command."""
-    require_extra("typer", "rich")
+    if missing := [name for name in ("typer", "rich") if find_spec(name) is None]:
+        sys.exit(f"trl-padfix: the command line needs {', '.join(missing)}. In a clone, run: pip install -e '.[cli]'")
     if {"-h", "--help"} & {*sys.argv}:
         # transformers imports PEFT with its configurations, and PEFT all models: half of the time. No flag needs it.
         sys.modules["peft"] = None  # type: ignore[assignment]
