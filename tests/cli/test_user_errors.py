@@ -20,7 +20,7 @@ TEXTS = [*MODEL, "--dataset_name", "good_folder"]
 PROMPTS = [*MODEL, "--dataset_name", "prompts_folder"]
 
 SHARED = [*RUN, "--padding_free", "--prefix_sharing"]
-WRONG = "gradient_accumulation_steps=-1 packed_multiple_of=0 adam_beta1=1 label_smoothing=0.5 seed=4294967296"
+WRONG = "gradient_accumulation_steps=-1 packed_multiple_of=0 adam_beta1=1 seed=4294967296"
 
 
 def stats(data, *more):

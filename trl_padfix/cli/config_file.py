@@ -48,7 +48,6 @@ BOUNDS = {
     "at least 0": (lambda x: x >= 0, "learning_rate|weight_decay|adam_epsilon|warmup_steps|dataloader_num_workers"),
     "above 0": (lambda x: x > 0, "num_train_epochs|temperature|repetition_penalty"),
     "at least 0 and below 1": (lambda x: 0 <= x < 1, "adam_beta[12]|lora_dropout"),
-    "at least 0 and below 0.5": (lambda x: 0 <= x < 0.5, "label_smoothing"),
     f"at least 0 and below {2**32}": (lambda x: 0 <= x < 2**32, "seed"),
 }
 """Patterns of fields, by the values that they take."""
