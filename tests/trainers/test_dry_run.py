@@ -29,8 +29,9 @@ def test_it_compares_and_takes_no_step(tmp_path, capsys, monkeypatch):
     trainer = make(tmp_path / "run", **SHARING, bf16=False)
     before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     assert dry_run(trainer)
-    table = capsys.readouterr().out
-    assert table.count("Dry run:") == 1
+    said, table = capsys.readouterr().out.split("Dry run:")
+    assert re.search(r"once: 8 rows x \d+ tokens, packed and each row alone, forward and backward\n", said)
+    assert "gradient" not in table.split("parity, eval, loss")[1]
     assert table.count("parity ok (") == 4  # model and reference, in training and in evaluation: each once
     assert "max_steps" in table
     assert "num_train_epochs" not in table
@@ -73,11 +74,8 @@ def test_a_training_that_generates_is_the_same_after_it(tmp_path):
     """TRL generates for two micro-batches at once, and counts them."""
 
     def trained(checks):
-        steps = {
-            "max_steps": 2,
-            "gradient_accumulation_steps": 2,
-            "reward_funcs": lambda completions, **_: [len(c) % 3 for c in completions],
-        }
+        steps = {"max_steps": 2, "gradient_accumulation_steps": 2}
+        steps["reward_funcs"] = lambda completions, **_: [len(c) % 3 for c in completions]
         trainer = make_trainer(trl_padfix, "GRPO", tmp_path / str(checks), padding_free=True, **steps)
         if checks:
             assert dry_run(trainer)

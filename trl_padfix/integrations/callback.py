@@ -24,7 +24,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from ..core.anatomy import find_decoder, find_pretrained
 from ..core.call.batch_cache import batch_cache
-from ..core.context import of_this_thread, set_until_closed
+from ..core.context import set_until_closed
 from ..core.errors import PaddingRemovalError, UnpackableCallError
 from ..core.handle import Lengths, PaddingRemoval, PaddingStats, PrefixSharing, check_multiple, check_prefix_sharing
 from ..core.parity.limits import Limits, lowest_dtype
@@ -51,9 +51,8 @@ PREFIX = "padfix_"
 
 NOT_COVERED = (
     "Padding is removed from the model alone, since transformers passes no trainer to callbacks. A reference model "
-    "stays padded, and trackers get no `padfix/` metrics. Your loss is not checked: it gets packed values if it reads "
-    "logits at padding, reads what hooks within the model keep, or predicts labels from padding. Call "
-    "`callback.attach(trainer)` before `trainer.train()` to cover these, too."
+    "stays padded, trackers get no `padfix/` metrics, and your loss is not checked: it gets packed values if it reads "
+    "padding, or what hooks within the model keep. To cover these, call `callback.attach(trainer)` before training."
 )
 
 PACKS = "packs rows before the model is called, so there is no padding to remove and no prefix to share."
@@ -195,6 +194,9 @@ class PaddingRemovalCallback(TrainerCallback):
         self._state: TrainerState | None = None  # of the current or last training
         self._run: _Run | None = None  # while it is attached
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(prefix_sharing={self.prefix_sharing!r}, handles={self.handles})"
+
     @property
     def stats(self) -> PaddingStats | None:
         """Token counts of the packed forwards of the policy, in the last training."""
@@ -242,8 +244,7 @@ class PaddingRemovalCallback(TrainerCallback):
             )
         with in_words(self.words):
             sharing = prefix_sharing_with_neftune(self.prefix_sharing, trainer.args)
-        is_sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
-        is_checked = self.parity_check and not is_sharded
+        is_checked = self.parity_check and not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled)
         schedules = {grad: ParitySchedule(trainer, is_checked, needs_padding=True) for grad in (True, False)}
         self.handles, self.reports, self._run = [], [], _Run(trainer, sharing, schedules)
         self._attach_to(models, self._run)
@@ -303,18 +304,15 @@ class PaddingRemovalCallback(TrainerCallback):
             limit = Limits.of_step(lowest_dtype(trainer.model)).mean * max(abs(loss), 1.0)
             verdict = schedule.verdict(not abs(loss - other) > limit, loss == 0 or not padded)
             if verdict is False:
-                run.why_padded = READS_PADDING
+                run.why_padded = f"{READS_PADDING}. Or a module takes statistics of the batch in training"
             elif verdict and trainer.accelerator.is_local_main_process:
                 say(f"parity ok, the trainer's own loss: padded {loss:.6g}, with other tokens at padding {other:.6g}")
 
     def _padded_loss(self, trainer: Trainer, inputs: Any, refilled: list[Any], compute: Callable) -> float:
-        """The padded loss of a batch, with other embeddings and logits at padding if it is `refilled`."""
-        head = find_pretrained(trainer.model).get_output_embeddings()
+        """The padded loss of a batch, with other embeddings and zeros for logits at padding if it is `refilled`."""
         with ExitStack() as stack:
-            stack.enter_context(without_packing(self.handles, partial(other_padding, refilled, torch.Generator())))
-            if refilled and head is not None:
-                hook = partial(_other_at_padding, inputs["attention_mask"])
-                stack.enter_context(head.register_forward_hook(of_this_thread(hook)))
+            on_embeddings = partial(other_padding, refilled, torch.Generator())
+            stack.enter_context(without_packing(self.handles, on_embeddings, zeros=bool(refilled)))
             stack.enter_context(saved_state(trainer))
             stack.enter_context(torch.no_grad())
             # A copy, because a loss may take entries out of its batch.
@@ -481,13 +479,6 @@ def callback_from(config: Mapping[str, Any], without: str) -> PaddingRemovalCall
     keys = {f"`{name}=False`": f"`{PREFIX}{name}: false`" for name in ("prefix_sharing", "parity_check")}
     callback.words = {"`padding_free=False`": without} | keys
     return callback
-
-
-def _other_at_padding(mask: torch.Tensor, module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-    """A forward hook of a head: its output, with zeros (as in a packed forward) and large noise at padding."""
-    if output.shape[:-1] != mask.shape:
-        return output
-    return torch.where(mask[..., None] == 0, 8 * torch.nn.functional.dropout(torch.randn_like(output)), output)
 
 
 @contextmanager

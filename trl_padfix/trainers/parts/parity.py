@@ -30,7 +30,7 @@ from ..checks.user_code import custom_loss_name, loss_functions
 from ..distributed import is_sharded, models_of, named_models_of, on_any_process, raise_on_all
 from ..messages import say
 from .part import PaddingFreeTrainer, Part, Step
-from .step_parity import REFILLED, StepReport, check_step, has_padding, precision_in
+from .step_parity import REFILLED, ZEROED, StepReport, check_step, has_padding, precision_in
 
 
 __all__ = ["Parity", "ParitySchedule", "compare", "first_call", "print_reports"]
@@ -42,18 +42,16 @@ LAYOUT_ARGUMENTS = ("input_ids", "inputs_embeds", "attention_mask", "position_id
 
 READS_PADDING = (
     "a loss that depends on padding, although the model's scores do not: your loss reads logits at padding, "
-    "which are zero without it, or a module takes statistics of the batch in training. Mask by `attention_mask` what "
-    "your loss reads; with left padding that includes the label of a row's first token"
+    "which are zero without it. Mask by `attention_mask` what your loss reads; with left padding that includes the "
+    "label of a row's first token"
 )
+STATISTICS = "a loss that depends on padding: a module takes statistics of the batch in training. Replace the module"
 MIXES_ROWS = (
-    "a loss that changes without padding. If it reads logits at padding, mask them by `attention_mask`. If it or the "
-    "model mixes rows, or it reads what layers keep, leave out `max_tokens_per_batch` (some rows at a time) and "
-    "`prefix_sharing` (shared tokens once)"
+    "a loss that changes without padding: it or the model mixes rows, or it reads what layers keep. Leave out "
+    "`max_tokens_per_batch` (some rows at a time) and `prefix_sharing` (shared tokens once)"
 )
 
-NOT_COMPARED = (
-    "The loss of {} is not compared: its batches lack `input_ids` and `attention_mask`. If it reads padding, mask it."
-)
+NOT_COMPARED = "The loss of {} is not compared: its batches lack `input_ids` and `attention_mask`. Mask padding."
 
 MOST_ZEROS = 50
 """Most steps without a gradient that are compared: a model may amplify rounding so much that no step has one."""
@@ -273,7 +271,6 @@ class Parity(Part):
     def _compare_step(self, step: Step) -> str | None:
         """Compare the trainer's step; returns why its loss changes without padding, or `None`."""
         trainer, schedule = self.trainer, self._schedules[step.mode]
-        self._tell("comparing the trainer's own loss on a few rows: it takes a few padded steps, once")
         begin = time.perf_counter()
         report = check_step(trainer, step, gradients=step.mode == "train" and torch.is_grad_enabled())
         verdict = None if report is None else schedule.verdict(report.ok, report.is_zero)
@@ -282,12 +279,13 @@ class Parity(Part):
             return None
         if report.error:
             return f"a loss that raises an error without padding: {report}"
+        # On each process, before any of them returns.
+        changes = {name: on_any_process(trainer, not most.allow(*x)) for name, (x, most) in report.found.items()}
         if report.repeated:
             text = "a loss that changes from call to call (this comparison calls it too): {:.6g}, then {:.6g} on one"
             return text.format(*report.repeated) + " batch. If it reads no logits at padding, set `parity_check=False`"
-        distance, most = report.found[REFILLED]
-        is_of_padding = on_any_process(trainer, not most.allow(*distance))
-        return f"{READS_PADDING if is_of_padding else MIXES_ROWS}, or set `padding_free=False`. The loss {report}"
+        cause = READS_PADDING if changes[ZEROED] else STATISTICS if changes[REFILLED] else MIXES_ROWS
+        return f"{cause}, or set `padding_free=False`. The loss {report}"
 
     def _tell_outcome(self, mode: str, report: StepReport | None, verdict: bool | None, seconds: float) -> None:
         """Keep the outcome of a comparison that found no fault, and tell it unless the table of a dry run has it."""

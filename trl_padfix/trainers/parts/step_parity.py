@@ -20,12 +20,14 @@ import torch
 from accelerate.logging import get_logger
 from accelerate.utils import DistributedType
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from ...core.anatomy import find_pretrained, reset_gather_order, reshard_parameters
 from ...core.call.batch_cache import on_host
 from ...core.context import of_this_thread, temporarily_set, within
 from ...core.errors import UnpackableCallError
 from ...core.handle import PaddingRemoval, PaddingStats
+from ...core.model.inspection import bind
 from ...core.parity.forwards import other_attention, relative_difference
 from ...core.parity.limits import OF_NOISE, Limits, lowest_dtype, precision_of
 from ...core.remove import number_padded_rows
@@ -41,13 +43,13 @@ from ..distributed import (
     splitting_parallelism,
     step_on_prepared,
 )
-from ..messages import counted
+from ..messages import counted, say
 from ..task import Task
 from .part import PaddingFreeTrainer, Step
 from .saved_state import saved_state
 
 
-__all__ = ["StepReport", "check_step", "has_padding", "other_padding", "precision_in", "without_packing"]
+__all__ = ["StepReport", "check_step", "few_items", "has_padding", "other_padding", "precision_in", "without_packing"]
 
 logger = get_logger(__name__)
 
@@ -57,12 +59,18 @@ ITEMS = 4
 REFILLED_ITEMS = 3
 """Those of them that run with other tokens at padding, if the loss is a sum over rows: a smaller padded batch."""
 
-PACKED, REFILLED = "off by", "with other tokens at padding off by"
-"""The differences of a step as configured, and of a padded step, with other tokens at padding."""
+PACKED, REFILLED, ZEROED = "off by", "with other tokens at padding off by", "with zeros for its outputs there off by"
+"""
+The differences of a step as configured; of a padded step with other tokens at padding; and of a padded step whose
+decoder returns zeros at padding, as a packed one does.
+"""
 
 SAMPLED = 65536
 """Maximum number of compared entries in the gradient of a parameter."""
 
+
+_Hook: TypeAlias = Callable[..., Any] | None
+"""A forward hook, if there is one."""
 
 _Weighted: TypeAlias = list[tuple[float, dict[str, Any]]]
 """Batches, and their weights in a loss."""
@@ -98,13 +106,14 @@ class StepReport:
         arbiter (`str`): Where `reference` comes from: `"rows alone"`, or `"padded"`.
         found (`dict[str, tuple[tuple[float, float], Limits]]`):
             Relative differences of loss and gradient (0.0 if it was not computed), with the largest that rounding
-            explains; if computed, also those of the padded step when other tokens stand at padding.
+            explains; if these are larger, also those of the padded step with other tokens, or zeros, at padding.
         error (`str`): The error of the step as configured; empty if there is none.
         is_zero (`bool`):
             Whether the gradient, or without one the loss, is zero but for rounding. Such a step shows little: where
             all rewards are equal, a loss of GRPO that reads padding multiplies it by zero.
         repeated (`tuple[float, float]`, *optional*):
             Two values of the padded loss on one batch, if they differ.
+        has_gradient (`bool`): Whether gradients were computed.
     """
 
     loss: float
@@ -115,6 +124,7 @@ class StepReport:
     error: str = ""
     is_zero: bool = False
     repeated: tuple[float, float] | None = None
+    has_gradient: bool = True
 
     @property
     def ok(self) -> bool:
@@ -124,10 +134,10 @@ class StepReport:
     def __str__(self) -> str:
         if self.error:
             return f"on {self.items} the padded loss is {self.reference:.6g}, and without padding {self.error}"
-        parts = [
-            f"{name} {loss:.1e} (at most {most.mean:.0e}), gradient by {gradient:.1e} (at most {most.gradient:.0e})"
-            for name, ((loss, gradient), most) in self.found.items()
-        ]
+        parts = []
+        for name, ((loss, gradient), most) in self.found.items():
+            of_gradient = f", gradient by {gradient:.1e} (at most {most.gradient:.0e})" if self.has_gradient else ""
+            parts.append(f"{name} {loss:.1e} (at most {most.mean:.0e}){of_gradient}")
         return f"on {self.items} {self.loss:.6g}, {self.arbiter} {self.reference:.6g}; {'; '.join(parts)}"
 
 
@@ -145,10 +155,7 @@ def check_step(trainer: PaddingFreeTrainer, step: Step, *, gradients: bool) -> S
     Returns:
         [`StepReport`], *optional*: `None` if the trainer cannot be run on a part of its batch.
     """
-    pools = trainer.padding.settings.pool_last_token  # scores another token than the padded model, as requested
-    if pools or splitting_parallelism(trainer.accelerator, "tp_size", "cp_size", "sp_size"):
-        return None
-    batches = _few_items(trainer, step.inputs)
+    batches = few_items(trainer, step.inputs)
     # Sharded models gather parameters: all processes compute equally many forwards, on equally many rows.
     most, fewest = max_over_processes(trainer, len(batches)), -max_over_processes(trainer, -len(batches))
     if fewest == 0 or (most > fewest and is_sharded(trainer)):
@@ -166,11 +173,14 @@ def check_step(trainer: PaddingFreeTrainer, step: Step, *, gradients: bool) -> S
     return report
 
 
-def _few_items(trainer: PaddingFreeTrainer, inputs: Any) -> list[dict[str, Any]]:
+def few_items(trainer: PaddingFreeTrainer, inputs: Any) -> list[dict[str, Any]]:
     """
     The batch of a few short items of different lengths, that of the first [`REFILLED_ITEMS`] of them, and that of each
     alone; empty if the batch cannot be cut.
     """
+    pools = trainer.padding.settings.pool_last_token  # scores another token than the padded model, as requested
+    if pools or splitting_parallelism(trainer.accelerator, "tp_size", "cp_size", "sp_size"):
+        return []
     task = trainer.padding.task
     forwards = task.padded_batches(inputs)
     ids, mask = (forwards[0].get(name) for name in ("input_ids", "attention_mask")) if forwards else (None, None)
@@ -216,6 +226,8 @@ class _Comparison:
         """
         weights = self._weights(is_even, batch, items)
         compared = counted(len(items), self.trainer.padding.task.item)
+        arbiter = "padded" if weights is None else "rows alone"
+        self._announce(batch, "padded twice" if weights is None else "each row alone")
         compared_with = [(1.0, batch)] if weights is None else list(zip(weights, items, strict=True))
         reference = _Values(math.nan, None)
         try:
@@ -225,7 +237,6 @@ class _Comparison:
                 logger.warning(f"The loss was not compared with its padded value: on a few rows it raises {error!r}.")
         if on_any_process(self.trainer, not math.isfinite(reference.loss)):  # all raised, or one has a NaN
             return None
-        arbiter = "padded" if weights is None else "rows alone"
         try:
             packed = self._as_configured(batch)
         except Exception as error:  # a user's loss may fail without padding
@@ -235,7 +246,8 @@ class _Comparison:
             return StepReport(math.nan, reference.loss, compared, arbiter, error=f"{type(error).__name__}: {error}")
         distance = packed.distance(reference)
         found = {PACKED: (distance, Limits.of_step(torch.float32))}
-        report = StepReport(packed.loss, reference.loss, compared, arbiter, found, is_zero=reference.is_zero)
+        kind = {"is_zero": reference.is_zero, "has_gradient": self.gradients}
+        report = StepReport(packed.loss, reference.loss, compared, arbiter, found, **kind)
         if weights is not None and not on_any_process(self.trainer, not report.ok):
             return report
         # Rounding may hide how rows depend on one another. Tokens at padding change no real token, unless
@@ -259,7 +271,18 @@ class _Comparison:
             if not on_any_process(self.trainer, not report.ok):
                 return report
         again = self._padded([(1.0, refilled_batch)])
-        return report if same.allow(*again.distance(padded)) else replace(report, repeated=(padded.loss, again.loss))
+        zeroed = self._padded([(1.0, refilled_batch)], zeros=True).distance(padded)
+        repeated = None if same.allow(*again.distance(padded)) else (padded.loss, again.loss)
+        return replace(report, found={**report.found, ZEROED: (zeroed, same)}, repeated=repeated)
+
+    def _announce(self, batch: dict[str, Any], arbiter: str) -> None:
+        """Tell what a comparison computes: on a CPU, users take the minutes of a large model for a hang."""
+        ids = [forward["input_ids"] for forward in self.trainer.padding.task.padded_batches(batch)]
+        sizes = " and ".join(f"{len(x)} rows x {x.shape[1]} tokens" for x in ids)
+        passes = f"packed and {arbiter}, forward{' and backward' if self.gradients else ''}"
+        if self.trainer.accelerator.is_local_main_process:
+            said = f"comparing the trainer's own loss, once: {sizes}, {passes}"
+            self.trainer.padding.handles[0].say_once(said, f"compared in {self.step.mode}", tell=say)
 
     def _as_configured(self, batch: dict[str, Any]) -> _Values:
         budget, task = self.trainer.padding.settings.max_tokens_per_batch, self.trainer.padding.task
@@ -269,12 +292,9 @@ class _Comparison:
             budget = min(budget, max(longest, sum(ordered[:2]) if len(ordered) > 2 else longest))
         return self._values(batch, budget)
 
-    def _padded(self, batches: _Weighted, on_embeddings: Callable[..., Any] | None = None) -> _Values:
-        """
-        The weighted sum of the steps on `batches` without padding removal, perhaps with a forward hook on the
-        embeddings of the model.
-        """
-        with without_packing(self.trainer.padding.handles, on_embeddings):
+    def _padded(self, batches: _Weighted, on_embeddings: _Hook = None, zeros: bool = False) -> _Values:
+        """The weighted sum of the steps on `batches`, within [`without_packing`]."""
+        with without_packing(self.trainer.padding.handles, on_embeddings, zeros):
             steps = [(weight, self._values(batch, None)) for weight, batch in batches]
         gradients = [weight * step.gradient for weight, step in steps if step.gradient is not None]
         return _Values(sum(weight * step.loss for weight, step in steps), sum(gradients) if gradients else None)
@@ -362,12 +382,18 @@ class _Comparison:
 
 
 @contextlib.contextmanager
-def without_packing(handles: list[PaddingRemoval], on_embeddings: Callable[..., Any] | None = None) -> Iterator[None]:
-    """A block without padding removal, perhaps with a forward hook on the embeddings of the policy."""
+def without_packing(handles: list[PaddingRemoval], on_embeddings: _Hook = None, zeros: bool = False) -> Iterator[None]:
+    """
+    A block without padding removal, perhaps with a forward hook on the embeddings of the policy.
+
+    With `zeros`, models and their decoders return zeros at padding, as packed ones do.
+    """
     with contextlib.ExitStack() as stack:
         for handle in handles:
             stack.enter_context(handle.disabled())
             stack.enter_context(number_padded_rows(handle.anatomy.pretrained) or contextlib.nullcontext())
+            for module in dict.fromkeys((handle.decoder, handle.anatomy.pretrained)) if zeros else ():
+                stack.enter_context(module.register_forward_hook(of_this_thread(_zeros_at_padding), with_kwargs=True))
         if on_embeddings is not None:
             embedding = handles[0].anatomy.pretrained.get_input_embeddings()
             stack.enter_context(embedding.register_forward_hook(of_this_thread(on_embeddings)))
@@ -399,6 +425,18 @@ def other_padding(
             others = output.detach().flatten(0, 1)[order.to(mask.device)]
             return torch.where(mask.bool()[..., None], output, others.view_as(output))
     return output
+
+
+def _zeros_at_padding(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+    """A forward hook: an output with zeros at padding."""
+    mask = bind(module.forward, args, kwargs).get("attention_mask")
+    if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
+        return output
+
+    def zeroed(x: torch.Tensor) -> torch.Tensor:  # states and logits
+        return x.masked_fill(mask[..., None] == 0, 0) if x.dim() == 3 and x.shape[:2] == mask.shape else x
+
+    return tree_map_only(torch.Tensor, zeroed, output)
 
 
 def _one_rounding_away(
