@@ -99,12 +99,14 @@ class ReadingPadding(trl_padfix.DPOTrainer):
         return super().compute_loss(model, inputs, *args, **kwargs) + logits.square().mean()
 
 
-def test_a_loss_that_would_be_computed_padded_fails_it(tmp_path, capsys):
-    trainer = make(tmp_path / "run", padding_free=True, trainer_class=ReadingPadding)
-    assert not dry_run(trainer)
+@pytest.mark.parametrize("padded", ["all steps", "evaluations"])
+def test_a_loss_or_metrics_that_would_be_computed_padded_fail_it(padded, tmp_path, capsys):
+    of_metrics = SHARING | {"compute_metrics": lambda found: {"zeros": (found.predictions == 0).mean()}}
+    given = {"all steps": {"padding_free": True, "trainer_class": ReadingPadding}, "evaluations": of_metrics}
+    assert not dry_run(make(tmp_path / "run", **given[padded]))
     table = " ".join(capsys.readouterr().out.split())
-    assert "PADDED" in table
-    assert "all steps would run padded. They have a loss that depends on padding" in table
+    reads = {"all steps": "a loss that depends on padding", "evaluations": "metrics of an evaluation that read logits"}
+    assert f"PADDED {padded} would run padded. They have {reads[padded]}" in table
 
 
 @pytest.mark.parametrize("is_padded", [False, True])

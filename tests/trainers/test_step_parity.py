@@ -468,3 +468,26 @@ def test_a_rope_of_the_length_of_the_batch_is_that_of_its_columns_on_either_side
     expected = losses(trl)
     assert losses(trl_padfix, padding_free=True, padding_side="left", strict=True) == pytest.approx(expected, rel=1e-4)
     assert losses(trl_padfix, padding_side="left") == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize(("is_own", "reads"), [*product([True, False], repeat=2)])
+def test_an_evaluation_whose_metrics_read_padding_runs_padded(is_own, reads, tmp_path):
+    def metrics(found):
+        return {"zeros": (found.predictions[(found.label_ids != -100) | reads] == 0).mean()}
+
+    def predict(self, model, inputs, *args, **kwargs):
+        logits = model(**of_model(inputs := self._prepare_inputs(inputs))).logits.detach()
+        return logits[inputs["attention_mask"].bool() | reads].square().mean(), None, None
+
+    def evaluated(library, **fields):
+        kind = type("Own", (library.SFTTrainer,), {"prediction_step": predict} if is_own else {})
+        given = {"trainer_class": kind, "eval_dataset": build_rows(8, seed=1), "compute_metrics": metrics} | fields
+        trainer = make(library, "SFT", tmp_path, **given)
+        return {k: v for k, v in trainer.evaluate().items() if k in ("eval_loss", "eval_zeros")}, trainer
+
+    (theirs, _), (ours, trainer) = evaluated(trl), evaluated(trl_padfix, padding_free=True)
+    assert ours == pytest.approx(theirs, rel=1e-5)
+    assert (trainer.padding.stats.forwards == 0) is reads
+    assert set(trainer.padding.parity) == {"eval"}
+    with pytest.raises(trl_padfix.PaddingRemovalError) if reads else contextlib.nullcontext():
+        evaluated(trl_padfix, padding_free=True, strict=True)

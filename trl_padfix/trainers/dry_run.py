@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import textwrap
-from collections.abc import Iterator, Sized
+from collections.abc import Sized
 from copy import copy
 from enum import Enum
 from typing import Any
@@ -35,6 +35,11 @@ TRAINING = (
 
 class _Stop(BaseException):
     """Ends a training or an evaluation after its first batch."""
+
+
+class _StopsEvaluation(DefaultFlowCallback):
+    def on_prediction_step(self, *args: Any, **kwargs: Any) -> None:
+        raise _Stop
 
 
 def dry_run(trainer: PaddingFreeTrainer) -> bool:
@@ -75,13 +80,13 @@ def dry_run(trainer: PaddingFreeTrainer) -> bool:
     try:
         with (
             saved_state(trainer),  # TRL counts steps of online trainers, and keeps their next micro-batches
-            temporarily_set(trainer.callback_handler, callbacks=[DefaultFlowCallback()]),
+            temporarily_set(trainer.callback_handler, callbacks=[_StopsEvaluation()]),
             temporarily_set(trainer.padding, is_dry_run=True),
         ):
             _compute_first_batch(trainer)
             counts = copy(trainer.padding.stats)
             if trainer.eval_dataset is not None and trainer.args.eval_strategy != "no":
-                with _stopping(trainer, "prediction_step"):
+                with contextlib.suppress(_Stop):
                     trainer.evaluate()
     except ParityError as error:
         failed = error
@@ -90,32 +95,26 @@ def dry_run(trainer: PaddingFreeTrainer) -> bool:
         vars(stats).update(vars(earlier))
     if trainer.accelerator.is_main_process:
         print(_table(_models(trainer) | _data(trainer) | _settings(trainer) | _findings(trainer, counts, failed)))
-    return failed is None and trainer.padding.why_padded is None
+    return failed is None and trainer.padding.why_padded is None and trainer.padding.why_eval_padded is None
 
 
 def _compute_first_batch(trainer: PaddingFreeTrainer) -> None:
     """The first forward of a training."""
+    step = trainer.training_step
+
+    def stop(*args: Any, **kwargs: Any) -> None:
+        step(*args, **kwargs)
+        raise _Stop
+
     backward = trainer.accelerator.backward
     with (
         # The backward of the step is left out; only those of the parity check run.
         temporarily_set(trainer.accelerator, backward=lambda *x, **y: context().stats and backward(*x, **y)),
         temporarily_set(trainer.args, eval_on_start=False),
-        _stopping(trainer, "training_step"),
+        temporarily_set(trainer, training_step=stop),
+        contextlib.suppress(_Stop),
     ):
         trainer.train()
-
-
-@contextlib.contextmanager
-def _stopping(trainer: PaddingFreeTrainer, name: str) -> Iterator[None]:
-    """A block that ends after the first call of a method of the trainer."""
-    method = getattr(trainer, name)
-
-    def stop(*args: Any, **kwargs: Any) -> None:
-        method(*args, **kwargs)
-        raise _Stop
-
-    with contextlib.suppress(_Stop), temporarily_set(trainer, **{name: stop}):
-        yield
 
 
 def _models(trainer: PaddingFreeTrainer) -> dict[str, str]:
@@ -171,6 +170,8 @@ def _findings(trainer: PaddingFreeTrainer, stats: PaddingStats, failed: ParityEr
         found["FAILED"] = str(failed)
     elif (reason := trainer.padding.why_padded) is not None:
         found["PADDED"] = f"all steps would run padded. They have {reason}."
+    elif (reason := trainer.padding.why_eval_padded) is not None:
+        found["PADDED"] = f"evaluations would run padded. They have {reason}."
     elif not trainer.padding.parity:
         settings = trainer.padding.settings
         why = "nothing was packed" if settings.parity_check else "`parity_check` is off"

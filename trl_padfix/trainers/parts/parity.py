@@ -17,7 +17,7 @@ from accelerate.utils import gather_object
 from ...core.anatomy import find_peft, find_pretrained
 from ...core.call.arguments import DecoderInputs
 from ...core.call.layout_of import layout_of
-from ...core.context import of_this_thread
+from ...core.context import of_this_thread, temporarily_set
 from ...core.errors import UnpackableCallError
 from ...core.handle import PaddingRemoval
 from ...core.model.inspection import bind, parameters_of
@@ -26,10 +26,11 @@ from ...core.model.patching import Attachment, ForwardPatch
 from ...core.parity.check import check_parity
 from ...core.parity.report import ParityError, ParityReport
 from ...core.remove import attachment_of
-from ..checks.user_code import custom_loss_name, loss_functions
+from ..checks.user_code import custom_loss_name, custom_method, loss_functions
 from ..distributed import is_sharded, models_of, named_models_of, on_any_process, raise_on_all
 from ..messages import say
-from .part import PaddingFreeTrainer, Part, Step
+from .metrics_parity import metric_of_padding
+from .part import Evaluation, PaddingFreeTrainer, Part, Step, entered
 from .step_parity import REFILLED, ZEROED, StepReport, check_step, has_padding, precision_in
 
 
@@ -49,6 +50,11 @@ STATISTICS = "a loss that depends on padding: a module takes statistics of the b
 MIXES_ROWS = (
     "a loss that changes without padding: it or the model mixes rows, or it reads what layers keep. Leave out "
     "`max_tokens_per_batch` (some rows at a time) and `prefix_sharing` (shared tokens once)"
+)
+
+METRICS_READ_PADDING = (
+    "metrics of an evaluation that read logits at padding, which are zero without it: on a few rows {}. Mask by "
+    "`attention_mask`, or by labels other than -100, what your `prediction_step` or `compute_metrics` reads"
 )
 
 NOT_COMPARED = "The loss of {} is not compared: its batches lack `input_ids` and `attention_mask`. Mask padding."
@@ -108,17 +114,19 @@ class Parity(Part):
 
     Then the trainer's own step is compared, on a few rows of the batch ([`check_step`]), and again on each batch until
     one has a gradient, as [`ParitySchedule`] says. If padding removal changes its loss or gradient, although the
-    model is right, this and all later steps are computed padded.
+    model is right, this and all later steps are computed padded. If metrics of an evaluation read padding
+    ([`metric_of_padding`]), evaluations are computed padded.
     """
 
     def attach_to_models(self) -> None:  # a model is compared on its own first batches
         self.trainer.padding.parity.clear()
         self.trainer.padding.loss_parity.clear()
-        self.trainer.padding.why_padded = None
+        self.trainer.padding.why_padded = self.trainer.padding.why_eval_padded = None
         self._has_run_user_step = False
         self._loss_functions = loss_functions(self.trainer)
         trainer = weakref.proxy(self.trainer)
-        self._schedules = {m: ParitySchedule(trainer, self.settings.parity_check) for m in ("train", "eval")}
+        modes, is_on = ("train", "eval", "metrics"), self.settings.parity_check
+        self._schedules = {m: ParitySchedule(trainer, is_on, needs_padding=m == "metrics") for m in modes}
         self._first_steps: dict[str, int] = {}  # of each mode
         self._is_cut_off = False
 
@@ -147,6 +155,35 @@ class Parity(Part):
         elif failed is not None:
             raise failed
         self._is_cut_off = False
+
+    @contextlib.contextmanager
+    def around_evaluation_loop(self, evaluation: Evaluation) -> Iterator[None]:
+        trainer, padding, predict = self.trainer, self.trainer.padding, self.trainer.prediction_step
+        is_own = custom_method(trainer, {"prediction_step"}) is not None
+
+        def compared(model: torch.nn.Module, inputs: Any, loss_only: bool | None, *args: Any, **kwargs: Any) -> Any:
+            if is_own or (trainer.compute_metrics is not None and not loss_only):
+                self._compare_metrics(predict, inputs, loss_only)
+            reason = padding.why_eval_padded
+            around = self.around_user_step(model, "eval") if is_own else contextlib.nullcontext()
+            with entered(handle.padded(reason) for handle in padding.handles if reason), around:
+                return predict(model, inputs, loss_only, *args, **kwargs)
+
+        with temporarily_set(trainer, prediction_step=compared):
+            yield
+
+    def _compare_metrics(self, predict: Callable[..., Any], inputs: Any, loss_only: bool | None) -> None:
+        """Run evaluations padded if their metrics read padding, on the first batch that has any."""
+        trainer, schedule, changed = self.trainer, self._schedules["metrics"], None
+        is_checked = schedule.is_active and trainer.padding.handles and not is_sharded(trainer)
+        if not (is_checked and schedule.is_due(trainer.padding.task.padded_batches(inputs))):
+            return
+        try:
+            changed = metric_of_padding(trainer, predict, inputs, loss_only)
+        except Exception as error:  # they may need all rows
+            logger.warning(f"The metrics were not compared with padded ones: on a few rows they raise {error!r}.")
+        if schedule.verdict(changed is None, is_zero=False) is False:
+            trainer.padding.why_eval_padded = METRICS_READ_PADDING.format(changed or "of another process")
 
     # -- the models
 
@@ -206,11 +243,11 @@ class Parity(Part):
         return failed
 
     @contextlib.contextmanager
-    def around_user_step(self, model: torch.nn.Module) -> Iterator[None]:
-        """A block with a user's `training_step`, compared on its first call if it has no `compute_loss`."""
+    def around_user_step(self, model: torch.nn.Module, mode: str = "train") -> Iterator[None]:
+        """A block with a user's `training_step` (or `prediction_step`), compared on its first call of the model."""
         # Processes that shard a model meet in each forward, and may not all have such a call.
-        is_due = self._is_model_due("train") and not is_sharded(self.trainer)
-        with self._model_compared_on_first_call("train", model) if is_due else contextlib.nullcontext():
+        is_due = self._is_model_due(mode) and not is_sharded(self.trainer)
+        with self._model_compared_on_first_call(mode, model) if is_due else contextlib.nullcontext():
             yield
         self._has_run_user_step = True
 

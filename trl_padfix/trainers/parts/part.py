@@ -96,6 +96,8 @@ class Padding:
             Outcomes of the comparison of the trainer's own loss, with the same keys.
         why_padded (`str`, *optional*):
             Why all later steps run padded, if the parity check of a step found that the loss reads padding.
+        why_eval_padded (`str`, *optional*):
+            Why evaluations run padded, if their metrics read padding.
 
     Example:
 
@@ -128,6 +130,7 @@ class Padding:
         self.in_steps: tuple[Part, ...] = ()  # parts that act in steps
         self.running: Step | None = None
         self.why_padded: str | None = None  # set by the parity check of a step
+        self.why_eval_padded: str | None = None  # set by its check of the metrics of an evaluation
         self.undo = contextlib.ExitStack()  # of methods that were replaced on the trainer itself
 
     def __repr__(self) -> str:
