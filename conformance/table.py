@@ -52,7 +52,7 @@ def listed(rows: list[dict[str, Any]]) -> str:
     entries = [entry for entry, row in zip(entries, rows, strict=True) if row not in grouped]
     if grouped:
         figures = "" if grouped[0]["outcome"] == "error" else f" {between(grouped)}"
-        entries.append(f"{len(grouped)} recurrent layers{figures}")
+        entries.append(f"{len(grouped)} recurrent cases{figures}")
     return "; ".join(entries)
 
 

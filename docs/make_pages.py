@@ -49,6 +49,7 @@ PAGES = {
     "max_tokens_per_batch": "token_budget.md",
     "parity_check": "numbers.md#in-your-run",
     "strict": "limits.md#runs-padded-with-a-warning",
+    "packed_multiple_of": "attention.md",
     "attn_implementation": "attention.md",
     "expand_turns": "guides/rollouts.md",
 }

@@ -143,7 +143,7 @@ def test_a_loss_that_reads_padding_runs_padded(loss, equal, tmp_path, caplog):
     with caplog.at_level("WARNING"):
         ours, _ = train(tmp_path / "ours", loss, [callback], train_dataset=rows)
     assert_same(trajectory(ours), trajectory(theirs))
-    assert "your loss reads logits at padding" in caplog.text
+    assert "your loss reads logits or states at padding" in caplog.text
     assert callback.stats.padded_forwards > callback.stats.forwards == equal // 2  # two for each batch of four
     unchecked, _ = train(tmp_path / "unchecked", loss, [PaddingRemovalCallback(parity_check=False)])
     with pytest.raises(AssertionError):  # the control

@@ -36,7 +36,7 @@ MODES = {
     "sharing": {"padding_free": True, "prefix_sharing": True},
     "budget": {"padding_free": True, "prefix_sharing": True, "max_tokens_per_batch": BUDGETS["SFT"]},
 }
-CAUSES = ["reads logits at padding", "a module takes statistics", "the model mixes rows"]
+CAUSES = ["reads logits or states at padding", "a module takes statistics", "the model mixes rows"]
 KINDS = ["SFT", "DPO", "Reward", "KTO", "GRPO", "RLOO", "Distillation"]
 
 
@@ -246,7 +246,7 @@ def test_a_check_that_an_interrupt_ends_runs_in_the_next_training(check, tmp_pat
         with pytest.raises(KeyboardInterrupt):
             trainer.train()
     trainer.train()
-    assert "reads logits at padding" in trainer.padding.why_padded
+    assert "reads logits or states at padding" in trainer.padding.why_padded
 
 
 @pytest.mark.parametrize("kind", ["SFT", "DPO"])

@@ -53,7 +53,7 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
             run padded, with a warning.
         packed_multiple_of (`int` or `list[int]`, *optional*):
             Round the length of packed rows up: to a multiple of an int, or to the next length in a list. Losses and
-            metrics ignore the filler. Use it for kernels that recompile for each length. Needs `padding_free`.
+            metrics ignore the filler. Needs `padding_free`.
         attn_implementation (`str` or `dict[str, str]`, *optional*):
             Attention implementation: a name, or `'auto'` (an installed FlashAttention, else `sdpa`, else `eager`);
             for a vision model, also a name for each part. Defaults to transformers' choice.

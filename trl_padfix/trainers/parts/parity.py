@@ -42,7 +42,7 @@ LAYOUT_ARGUMENTS = ("input_ids", "inputs_embeds", "attention_mask", "position_id
 """Arguments of a model that determine the layout of its tokens."""
 
 READS_PADDING = (
-    "a loss that depends on padding, although the model's scores do not: your loss reads logits at padding, "
+    "a loss that depends on padding, although the model's scores do not: your loss reads logits or states at padding, "
     "which are zero without it. Mask by `attention_mask` what your loss reads; with left padding that includes the "
     "label of a row's first token"
 )
