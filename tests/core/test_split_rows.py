@@ -15,8 +15,7 @@ from zoo.models import build
 
 from trl_padfix import PaddingRemovalError, prefix_sharing_layout, remove_padding, split_rows
 from trl_padfix.core.parallel.collectives import Group
-from trl_padfix.core.parallel.layout import ContextParallelLayout
-from trl_padfix.core.parallel.local import ContextParallelTokens, LocalLabels, with_context_parallel
+from trl_padfix.core.parallel.local import ContextParallelTokens, LocalLabels
 
 
 FIRST = ["qwen2-5-heads", "gpt-oss-sinks", "qwen3.5-delta-rule"]
@@ -62,7 +61,7 @@ def test_every_process_gets_what_the_padded_computation_gives(processes, models)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("broken", slow_but(["exit"], ["exit", "cp_layout"]))
+@pytest.mark.parametrize("broken", slow_but(["exit"], ["exit", "slice"]))
 def test_a_missing_factor_and_a_wrong_slice_are_seen(broken):
     found = launched(2, ["qwen2"], broken)
     cases, reports = ([c for c in found if c["case"][1] == "pairs"], [c["parity"] for c in found if c["parity"]])
@@ -79,19 +78,19 @@ def layout_of(*rows: list[int]) -> Any:
 LAYOUT = layout_of(list(range(1, 15)), [*range(1, 10), 20, 21], [1, 2, 3, 30, 31, 32, 33], [40, 41, 42])
 
 
-def cp_layout_of(layout: Any, processes: int) -> list[ContextParallelLayout]:
-    return [ContextParallelLayout(layout, Group(None, rank, processes)) for rank in range(processes)]
+def tokens_of_ranks(layout: Any, processes: int) -> list[ContextParallelTokens]:
+    return [ContextParallelTokens(layout, Group(None, rank, processes)) for rank in range(processes)]
 
 
 @pytest.mark.parametrize("processes", [2, 3, 5])
 def test_every_token_is_computed_by_one_process(processes):
-    tokens = torch.arange(LAYOUT.packed_tokens)
-    parts = [cp_layout.local(tokens) for cp_layout in cp_layout_of(LAYOUT, processes)]
+    tokens, of_ranks = torch.arange(LAYOUT.packed_tokens), tokens_of_ranks(LAYOUT, processes)
+    parts = [of_rank.local(tokens) for of_rank in of_ranks]
     assert torch.cat(parts).equal(tokens)
-    assert [len(part) for part in parts] == cp_layout_of(LAYOUT, processes)[0].tokens_per_rank
-    for rank, cp_layout in enumerate(cp_layout_of(LAYOUT, processes)):
-        assert (cp_layout.rank_of(parts[rank]) == rank).all()
-        assert cp_layout.local_index(parts[rank]).equal(torch.arange(len(parts[rank])))
+    assert [len(part) for part in parts] == of_ranks[0].tokens_per_rank
+    for rank, (of_rank, part) in enumerate(zip(of_ranks, parts, strict=True)):
+        assert (of_rank.rank_of(part) == rank).all()
+        assert of_rank.local_index(part).equal(torch.arange(len(part)))
 
 
 def test_features_of_visual_tokens_go_with_their_tokens():
@@ -101,8 +100,8 @@ def test_features_of_visual_tokens_go_with_their_tokens():
     features = tokens[visual].float()[:, None]
     call = {"inputs_embeds": tokens[None, :, None], "position_ids": tokens.expand(3, 1, -1)}
     call |= {"visual_pos_masks": visual[None], "deepstack_visual_embeds": [features, -features]}
-    for cp_layout in cp_layout_of(LAYOUT, 3):
-        own, found = cp_layout.local(tokens), ContextParallelTokens(cp_layout).select(call)
+    for of_rank in tokens_of_ranks(LAYOUT, 3):
+        own, found = of_rank.local(tokens), of_rank.select(call)
         assert found["inputs_embeds"].flatten().equal(own)
         assert found["position_ids"].equal(own.expand(3, 1, -1))
         of_own = own[own % 3 == 1].float()[:, None]
@@ -114,10 +113,9 @@ def test_features_of_visual_tokens_go_with_their_tokens():
 def test_a_label_is_scored_where_its_token_is_computed():
     """Rows of one length have no padding to remove, and are sorted where prefixes are looked for."""
     layout, places = layout_of([9, 8, 7], [3, 2, 1], [6, 5, 4]), torch.arange(9)
-    for cp_layout in cp_layout_of(layout, 2):
-        assert set(LocalLabels(places, places, cp_layout).index.tolist()) == set(
-            cp_layout.local(layout.packed_index).tolist()
-        )
+    for of_rank in tokens_of_ranks(layout, 2):
+        local = of_rank.local(layout.packed_index)
+        assert set(LocalLabels(places, places, of_rank).index.tolist()) == set(local.tolist())
 
 
 def test_processes_with_other_batches_get_an_error(monkeypatch):
@@ -129,8 +127,8 @@ def test_processes_with_other_batches_get_an_error(monkeypatch):
 
 
 def test_fewer_heads_of_a_recurrence_than_processes_are_an_error_on_each_of_them():
-    for cp_layout in cp_layout_of(LAYOUT, 5):
-        convolution = with_context_parallel("causal_conv1d_fn", lambda hidden_states, weight: None, cp_layout)
+    for of_rank in tokens_of_ranks(LAYOUT, 5):
+        convolution = of_rank.mix("causal_conv1d_fn", lambda hidden_states, weight: None)
         with pytest.raises(PaddingRemovalError, match=r"4 heads .or channels. cannot be shared by 5 processes"):
             convolution(torch.zeros(1, 4, 8), torch.zeros(4, 3))
 

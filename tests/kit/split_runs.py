@@ -4,7 +4,7 @@ A forward and backward of several processes that share every row, against the pa
 [`main`] prints a line of JSON for each case: the largest difference of the loss, of log-probabilities or logits, and
 of a gradient (the mean over processes, relative to the parameter's or to 1 % of the largest one of the model), with
 the tokens that a layer of each process was given.
-`BROKEN` is `exit` or `cp_layout`: the negative controls.
+`BROKEN` is `exit` or `slice`: the negative controls.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from trl.trainer.utils import add_fused_lm_head
 from trl_padfix import check_parity, remove_padding, split_rows
 from trl_padfix.core.context import context
 from trl_padfix.core.parallel import collectives
-from trl_padfix.core.parallel import layout as cp_layout
+from trl_padfix.core.parallel.local import ContextParallelTokens
 
 
 __all__ = ["MODELS", "assert_split", "counted"]
@@ -196,9 +196,9 @@ def break_it(how: str) -> None:
         collectives._AllGatherForLoss.backward = staticmethod(  # type: ignore[method-assign]
             lambda ctx, grad: (backward(ctx, grad)[0] / ctx.group.size, None, None)
         )
-    if how == "cp_layout":
-        cut = cp_layout.ContextParallelLayout.local
-        cp_layout.ContextParallelLayout.local = lambda self, x, dim=0: cut(self, x.roll(1, dim) if dim else x, dim)  # type: ignore[method-assign]
+    if how == "slice":
+        cut = ContextParallelTokens.local
+        ContextParallelTokens.local = lambda self, x, dim=0: cut(self, x.roll(1, dim) if dim else x, dim)  # type: ignore[method-assign]
 
 
 @contextmanager

@@ -191,7 +191,7 @@ FAULTS = {
          "(first == second).any()",
          "two different halves of images are computed once", "core/test_vision.py"),
     ],
-    "core/parallel/layout.py": [
+    "core/parallel/local.py": [
         ("ends, tokens, right=True)",
          "ends, tokens)",
          "the first token of a process is counted to the one before", "core/test_split_rows.py"),
