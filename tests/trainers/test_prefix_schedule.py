@@ -96,7 +96,7 @@ def in_chunks(model, *args, **given):
             runner.start(i, ids, mask)
             score(model, ids, mask).sum().backward()
         runner.check()
-    again = sum(prefix.tokens for prefix in runner.parts.plan.prefixes.values() if prefix.recompute)
+    again = sum(len(prefix.tokens) for prefix in runner.parts.plan.prefixes.values() if prefix.recompute)
     return take_gradients(model), entered, again
 
 
@@ -143,7 +143,7 @@ def test_prefixes_of_another_process_are_run_and_change_nothing():
         found, entered, again = in_chunks(model, ids, mask, parts, ENOUGH, gather)
         assert_same_gradients(found, expected)
         assert len(entered) == len(parts) + sum(len(prefix.layouts) for prefix in prefixes)
-        dummies = sum(len(prefix.layouts) for prefix in prefixes if not prefix.tokens)
+        dummies = sum(len(prefix.layouts) for prefix in prefixes if not len(prefix.tokens))
         assert sum(entered) == distinct + again + filler + dummies
         assert dummies
     assert filler  # the row that is there twice computes nothing of its own
@@ -321,9 +321,9 @@ def test_drawn_trees_in_drawn_parts_cover_each_token_once(seed):
     assert sum(layout.computed_tokens for layout in layouts) == prefix_sharing_layout(ids, mask).packed_tokens
     for n, prefix in found.prefixes.items():
         assert all(m < n for m in prefix.layouts[prefix.first_user].prefixes)
-        assert {layout.computed_tokens for layout in prefix.layouts.values()} == {prefix.tokens}
+        assert {layout.computed_tokens for layout in prefix.layouts.values()} == {len(prefix.tokens)}
     for part, layout in zip(parts, found.layouts.values(), strict=True):
-        outer = sum(found.prefixes[n].tokens for n in layout.prefixes)
+        outer = sum(len(found.prefixes[n].tokens) for n in layout.prefixes)
         assert layout.packed_tokens == outer + layout.computed_tokens
         # Each real token of the part is computed where its packed token has its id and its position.
         assert torch.equal(ids[part].flatten()[layout.packed_index][layout.source], ids[part][mask[part].bool()])

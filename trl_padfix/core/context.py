@@ -12,26 +12,16 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
 
 __all__ = [
-    "Context", "ForwardRunner", "checkpoint_state", "context", "in_backward", "in_checkpoint", "of_this_thread",
+    "Context", "checkpoint_state", "context", "in_backward", "in_checkpoint", "of_this_thread",
     "outside_calls", "set_until_closed", "temporarily_set", "within",
 ]  # fmt: skip
-
-
-class ForwardRunner(Protocol):
-    """Computes the forwards of models within a step: each as one micro-batch, or in sub-batches."""
-
-    def run(self, model: Any, forward: Callable[..., Any], call: dict[str, Any]) -> Any:
-        """The output of `model` for a padded batch; `forward` is its forward, `call` are the keyword arguments."""
-
-    def leave(self, model: Any, call: dict[str, Any], reason: str) -> None:
-        """Called before a forward of `model` in one part; `reason` says why `call` has no padded batch."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +38,7 @@ class Context:
     checkpoint: object = None  # state of checkpoints where the packed forward began, or was restored
     batch_cache: Any = None  # what the forwards of a loss have read from their tensors
     planned: Any = None  # a batch, and the layout that its step has planned for it
-    runner: ForwardRunner | None = None  # computes forwards of models in parts
+    runner: Any = None  # [`PartRunner`], which computes forwards of models in parts
     left_out: int = 0  # columns of the padded batch that its running part does not have
     own_checkpoint: bool = False  # whether the checkpoint around a forward is one of this package
     disabled: frozenset[object] = frozenset()  # attachments that are switched off

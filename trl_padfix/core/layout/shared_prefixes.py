@@ -13,7 +13,7 @@ A token has several numbers. `i` is a micro-batch or the forward of a prefix on 
 
 | a number | counts | held by |
 |---|---|---|
-| in the tree | the distinct tokens of the step, depth first | `paths`, `tokens_of_batch`, `_PrefixDraft.tokens` |
+| in the tree | the distinct tokens of the step, depth first | `paths`, `tokens_of_batch`, `SharedPrefix.tokens` |
 | of a prefix | the shared prefixes, enclosing ones first | `owner` (-1: of none), `PrefixedLayout.prefixes` |
 | flat | the columns of the padded `(b, l)` of `i`, row after row | `real_index`, `packed_index` |
 | real | the real tokens of `i`, row after row | `source` (its index) |
@@ -24,7 +24,7 @@ A token has several numbers. `i` is a micro-batch or the forward of a prefix on 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -107,14 +107,14 @@ class PrefixedLayout(Layout):
         )
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class SharedPrefix:
     """
     Tokens that several micro-batches need.
 
     Attributes:
         first_user, last_user (`int`): The first and the last micro-batch that need the tokens.
-        tokens (`int`): Number of these tokens.
+        tokens (`np.ndarray`): These tokens in the tree, ascending.
         recompute (`bool`): Whether only keys and values are kept until the last user. For the last user the tokens are
             computed a second time, with their graph.
         layouts (`dict[int, PrefixedLayout]`): Layouts of the prefix forward, by the micro-batch whose rows it runs on:
@@ -123,9 +123,9 @@ class SharedPrefix:
 
     first_user: int
     last_user: int
-    tokens: int
-    recompute: bool
-    layouts: dict[int, PrefixedLayout]
+    tokens: np.ndarray
+    recompute: bool = False
+    layouts: dict[int, PrefixedLayout] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,60 +163,49 @@ def plan_shared_prefixes(
         [`PrefixPlan`], or `None` if the micro-batches have too little in common.
     """
     tree = _StepPrefixTree(batches)
-    drafts = tree.find_shared_prefixes()
-    tree.choose_recomputed(drafts, budget)
+    prefixes = tree.find_shared_prefixes()
+    tree.choose_recomputed(prefixes, budget)
     if gather is not None:
-        drafts = _union_over_processes(drafts, gather)
-    if not drafts:
+        prefixes = _union_over_processes(prefixes, gather)
+    if not prefixes:
         return None
-    for n, draft in enumerate(drafts):
+    for n, prefix in enumerate(prefixes):
         # A prefix may read a recomputed one before it that ends with the same micro-batch. Only if both are computed
         # again do gradients flow through both.
-        draft.recompute |= any(other.recompute and other.last_user == draft.last_user for other in drafts[:n])
-    owner = _prefix_of_token(tree.tokens, drafts)
-    prefixes: dict[int, SharedPrefix] = {}
-    for n, draft in enumerate(drafts):
-        fork_tokens = tree.fork_tokens(owner, n, draft.tokens)
-        users = (draft.first_user, draft.last_user) if draft.recompute else (draft.first_user,)
-        layouts = {i: replace(tree.layout(i, owner, drafts, prefix=n), fork_tokens=fork_tokens) for i in users}
-        prefixes[n] = SharedPrefix(draft.first_user, draft.last_user, len(draft.tokens), draft.recompute, layouts)
-    micro_batches = {i: tree.layout(i, owner, drafts) for i in range(len(batches))}
+        prefix.recompute |= any(other.recompute and other.last_user == prefix.last_user for other in prefixes[:n])
+    owner = _prefix_of_token(tree.tokens, prefixes)
+    for n, prefix in enumerate(prefixes):
+        fork_tokens = tree.fork_tokens(owner, n, prefix.tokens)
+        users = (prefix.first_user, prefix.last_user) if prefix.recompute else (prefix.first_user,)
+        layouts = {i: replace(tree.layout(i, owner, prefixes, prefix=n), fork_tokens=fork_tokens) for i in users}
+        prefix.layouts.update(layouts)
+    micro_batches = {i: tree.layout(i, owner, prefixes) for i in range(len(batches))}
     if gather is not None:  # every micro-batch calls the layers, to join the collectives of other processes
         micro_batches = {i: x.filled(1) if x.new is None else x for i, x in micro_batches.items()}
-    return PrefixPlan(micro_batches, prefixes)
+    return PrefixPlan(micro_batches, dict(enumerate(prefixes)))
 
 
-@dataclass(eq=False)
-class _PrefixDraft:
-    """A [`SharedPrefix`] that has no layouts yet: its users, its tokens in the tree, and whether it is recomputed."""
-
-    first_user: int
-    last_user: int
-    tokens: np.ndarray
-    recompute: bool = False
-
-
-def _prefix_of_token(tokens: int, drafts: list[_PrefixDraft]) -> np.ndarray:
+def _prefix_of_token(tokens: int, prefixes: list[SharedPrefix]) -> np.ndarray:
     """Number of the shared prefix that each of the tree's `tokens` belongs to; -1 for none."""
     owner = np.full(tokens, -1)
-    for n, draft in enumerate(drafts):
-        owner[draft.tokens] = n
+    for n, prefix in enumerate(prefixes):
+        owner[prefix.tokens] = n
     return owner
 
 
-def _union_over_processes(drafts: list[_PrefixDraft], gather: Callable[[list], list]) -> list[_PrefixDraft]:
+def _union_over_processes(prefixes: list[SharedPrefix], gather: Callable[[list], list]) -> list[SharedPrefix]:
     """
     Union of the shared prefixes of all processes. A prefix is recomputed if any process recomputes it.
 
     A prefix that this process lacks has no tokens here: a dummy forward keeps the collectives matched.
     """
     union: dict[tuple[int, int], bool] = {}
-    for users, recompute in gather([((draft.first_user, draft.last_user), draft.recompute) for draft in drafts]):
+    for users, recompute in gather([((x.first_user, x.last_user), x.recompute) for x in prefixes]):
         union[users] = union.get(users, False) or recompute
-    tokens = {(draft.first_user, draft.last_user): draft.tokens for draft in drafts}
+    tokens = {(prefix.first_user, prefix.last_user): prefix.tokens for prefix in prefixes}
     # The order of `find_shared_prefixes`.
     all_users = sorted(union, key=lambda users: (users[0], -users[1]))
-    return [_PrefixDraft(*users, tokens.get(users, NO_TOKENS), union[users]) for users in all_users]
+    return [SharedPrefix(*users, tokens.get(users, NO_TOKENS), union[users]) for users in all_users]
 
 
 class _StepPrefixTree:
@@ -240,16 +229,16 @@ class _StepPrefixTree:
     >>> tree = _StepPrefixTree([(row, torch.ones_like(row)) for row in rows])
     >>> [paths[0].tolist() for paths in tree.paths]
     [[0, 1, 2], [0, 1, 3], [0, 4]]
-    >>> drafts = [_PrefixDraft(0, 2, np.array([0])), _PrefixDraft(0, 1, np.array([1]))]
-    >>> owner = _prefix_of_token(tree.tokens, drafts)
+    >>> prefixes = [SharedPrefix(0, 2, np.array([0])), SharedPrefix(0, 1, np.array([1]))]
+    >>> owner = _prefix_of_token(tree.tokens, prefixes)
     >>> owner.tolist()
     [0, 1, -1, -1, -1]
-    >>> layout = tree.layout(1, owner, drafts)  # of 1-2-4
+    >>> layout = tree.layout(1, owner, prefixes)  # of 1-2-4
     >>> layout.prefixes, layout.packed_index.tolist(), layout.source.tolist()
     ((0, 1), [0, 1, 2], [0, 1, 2])
     >>> layout.new.queries.lengths, layout.new.key_index.tolist(), layout.new.packed_index.tolist()
     ((1,), [0, 1, 2], [2])
-    >>> tree.fork_tokens(owner, 0, drafts[0].tokens)  # 1-2 and 1-5 diverge after the only token of prefix 0
+    >>> tree.fork_tokens(owner, 0, prefixes[0].tokens)  # 1-2 and 1-5 diverge after the only token of prefix 0
     (0,)
 
     ```
@@ -272,7 +261,7 @@ class _StepPrefixTree:
         self.masks = [mask.numpy() != 0 for _, mask in batches]
         self.tokens_of_batch = [np.unique(np.concatenate(paths)) for paths in self.paths]
 
-    def find_shared_prefixes(self) -> list[_PrefixDraft]:
+    def find_shared_prefixes(self) -> list[SharedPrefix]:
         """Shared prefixes that are worth a forward; each comes after all that it reads."""
         count = len(self.paths)
         first_user, last_user = np.full(self.tokens, count), np.full(self.tokens, -1)
@@ -286,35 +275,35 @@ class _StepPrefixTree:
         # after it on a path, so an enclosing prefix comes before those that depend on it.
         keys = first_user[shared] * count + (count - 1 - last_user[shared])
         candidates = [shared[keys == key] for key in np.unique(keys)]
-        drafts: list[_PrefixDraft] = []
+        prefixes: list[SharedPrefix] = []
         is_read = np.zeros(self.tokens, dtype=bool)  # whether a chosen prefix reads the token
         # From the last to the first: a prefix that saves little is chosen if a chosen prefix after it reads it.
         for tokens in reversed(candidates):
             saved = int((users[tokens] - 1).sum())
             if saved >= MIN_SAVED_TOKENS or is_read[tokens].any():
-                draft = _PrefixDraft(int(first_user[tokens[0]]), int(last_user[tokens[0]]), tokens)
-                drafts.append(draft)
-                for path in self.paths[draft.first_user]:
+                prefix = SharedPrefix(int(first_user[tokens[0]]), int(last_user[tokens[0]]), tokens)
+                prefixes.append(prefix)
+                for path in self.paths[prefix.first_user]:
                     on_path = np.flatnonzero(np.isin(path, tokens))
                     if len(on_path):
                         is_read[path[: on_path[-1]]] = True
-        return drafts[::-1]
+        return prefixes[::-1]
 
-    def choose_recomputed(self, drafts: list[_PrefixDraft], budget: int) -> None:
+    def choose_recomputed(self, prefixes: list[SharedPrefix], budget: int) -> None:
         """Recompute prefixes whose activations do not fit into the budget while a user before the last one runs."""
-        owner = _prefix_of_token(self.tokens, drafts)
+        owner = _prefix_of_token(self.tokens, prefixes)
         for i, tokens in enumerate(self.tokens_of_batch):
             # Memory while micro-batch `i` runs, in tokens with activations: its new tokens and the prefixes alive.
             load = int((owner[tokens] < 0).sum())
-            alive = [draft for draft in drafts if draft.first_user <= i <= draft.last_user]
-            for draft in alive:
-                keeps_only_kv = draft.recompute and draft.last_user > i
-                load += len(draft.tokens) * (KV_MEMORY_FRACTION if keeps_only_kv else 1)
+            alive = [prefix for prefix in prefixes if prefix.first_user <= i <= prefix.last_user]
+            for prefix in alive:
+                keeps_only_kv = prefix.recompute and prefix.last_user > i
+                load += len(prefix.tokens) * (KV_MEMORY_FRACTION if keeps_only_kv else 1)
             # Greedy: the largest prefixes first, until the activations fit the budget.
-            for draft in sorted(alive, key=lambda draft: -len(draft.tokens)):
-                if load > budget and draft.last_user > i and not draft.recompute:
-                    draft.recompute = True
-                    load -= len(draft.tokens) * (1 - KV_MEMORY_FRACTION)
+            for prefix in sorted(alive, key=lambda prefix: -len(prefix.tokens)):
+                if load > budget and prefix.last_user > i and not prefix.recompute:
+                    prefix.recompute = True
+                    load -= len(prefix.tokens) * (1 - KV_MEMORY_FRACTION)
 
     def fork_tokens(self, owner: np.ndarray, prefix: int, tokens: np.ndarray) -> tuple[int, ...]:
         """Indices, among a prefix's `tokens`, of the tokens whose next token on a path is outside of the prefix."""
@@ -325,18 +314,18 @@ class _StepPrefixTree:
             forks.append(path[:-1][leaves_prefix])
         return tuple(np.searchsorted(tokens, np.unique(np.concatenate(forks))).tolist())
 
-    def layout(self, batch: int, owner: np.ndarray, drafts: list[_PrefixDraft], prefix: int = -1) -> PrefixedLayout:
+    def layout(self, batch: int, owner: np.ndarray, shared: list[SharedPrefix], prefix: int = -1) -> PrefixedLayout:
         """
         Layout of a micro-batch or, if `prefix` is given, of that prefix's forward on the rows of the micro-batch.
 
         `owner` holds the shared prefix of each token. The class has an example.
         """
-        is_dummy = prefix >= 0 and not len(drafts[prefix].tokens)
+        is_dummy = prefix >= 0 and not len(shared[prefix].tokens)
         paths, flat_index = self._paths_of(batch, owner, prefix, is_dummy)
         path_tokens = np.concatenate(paths)
         # A dummy forward reads nothing: its prefixes may not have been computed.
         prefixes = [] if is_dummy else [n for n in np.unique(owner[path_tokens]).tolist() if n not in (-1, prefix)]
-        read_tokens = np.concatenate([NO_TOKENS, *(drafts[n].tokens for n in prefixes)])
+        read_tokens = np.concatenate([NO_TOKENS, *(shared[n].tokens for n in prefixes)])
         # The packed tokens, as tokens of the tree: first those that the forward reads, then the new ones, depth first.
         tokens = np.concatenate([read_tokens, np.setdiff1d(path_tokens, read_tokens)])
         T = len(tokens)
