@@ -17,7 +17,7 @@ No mask is larger than one block of queries of one segment.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from typing import Any
 
@@ -32,7 +32,7 @@ from ..context import context
 from ..errors import PaddingRemovalError
 from ..layout.layout import Layout
 from ..model.inspection import forward_of, global_in, globals_of, names_in, parameters_of
-from ..model.older import flash_arguments, register_mask_function
+from ..model.older import register_mask_function, segment_arguments
 from ..model.patching import ForwardPatch
 from ..model.positions import PackedMask, describe_mask
 from ..model.views import PACKED_ATTENTION, viewed_module
@@ -40,9 +40,9 @@ from .segments import attend_by_segment, by_token, gather_keys, gather_tokens, i
 
 
 __all__ = [
-    "ViewPatch", "attend_varlen", "attends_within_tokens", "implementation_obstacle", "is_causal", "is_half_on_gpu",
-    "names_attention", "packed_attention", "register_packed_attention", "takes_segments", "torch_varlen",
-    "torch_varlen_applies", "torch_varlen_is_complete", "uses_attention_interface",
+    "ViewPatch", "attends_within_tokens", "implementation_obstacle", "is_causal", "is_half_on_gpu", "names_attention",
+    "packed_attention", "register_packed_attention", "takes_segments", "torch_varlen", "torch_varlen_applies",
+    "torch_varlen_is_complete", "uses_attention_interface",
 ]  # fmt: skip
 
 # Arguments of attention functions that the layout already accounts for. They are removed before the call.
@@ -227,7 +227,9 @@ def _attend(
         return torch_varlen(by_token(query), key, value, segments, scale, window).unsqueeze(0)
     key, value = gather_keys(layout, key, value)
     if is_varlen:
-        return attend_varlen(attend, module, query, key, value, layout, kwargs)
+        if _is_triton_backend():
+            query, key, value = _for_triton(module, kwargs, query, key, value)
+        return attend(module, query, key, value, None, **segment_arguments(layout), **kwargs)[0]
     options = {"is_eager": is_eager, "masks": masks, "fixed_order": call.fixed_order}
     return attend_by_segment(attend, module, query, key, value, layout, kwargs, **options)
 
@@ -303,48 +305,25 @@ class ViewPatch(ForwardPatch):
 logger = logging.get_logger(__name__)
 
 
-def attend_varlen(
-    attend: Callable,
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    layout: Layout,
-    kwargs: dict[str, Any],
-) -> torch.Tensor:
+def _for_triton(module: nn.Module, kwargs: dict[str, Any], *states: torch.Tensor) -> Iterator[torch.Tensor]:
     """
-    One call of a function that takes segments, such as FlashAttention: `(1, N, T, D)` to `(1, T, N, D)`.
+    Query, key and value as flash-attn's Triton backend for AMD GPUs (2.8.3) needs them.
 
     Raises:
-        PaddingRemovalError: If the kernel does not support an argument of the module.
+        PaddingRemovalError: If the backend would ignore an argument of the module without an error.
     """
-    if _is_triton_backend():
-        # flash-attn 2.8.3's ignores these arguments without an error.
-        for name, alternative in {"softcap": "eager", "sliding_window": "sdpa"}.items():
-            if kwargs.get(name) is not None:
-                raise PaddingRemovalError(
-                    f"flash-attn's Triton backend ignores windows and softcaps, and {type(module).__name__} needs "
-                    f"`{name}={kwargs[name]}`. Load the model with `attn_implementation={alternative!r}`."
-                )
-        # Partial rotary embeddings return states with heads first in memory. For these it computes wrong gradients.
-        query, key, value = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (query, key, value))
-    return attend(
-        module,
-        query,
-        key,
-        value,
-        None,
-        cu_seq_lens_q=layout.queries.cu_seqlens,
-        cu_seq_lens_k=layout.keys.cu_seqlens,
-        max_length_q=layout.queries.longest,
-        max_length_k=layout.keys.longest,
-        **flash_arguments(layout),
-        **kwargs,
-    )[0]
+    for name, alternative in {"softcap": "eager", "sliding_window": "sdpa"}.items():
+        if kwargs.get(name) is not None:
+            raise PaddingRemovalError(
+                f"flash-attn's Triton backend ignores windows and softcaps, and {type(module).__name__} needs "
+                f"`{name}={kwargs[name]}`. Load the model with `attn_implementation={alternative!r}`."
+            )
+    # Partial rotary embeddings return states with heads first in memory. For these it computes wrong gradients.
+    return (x.transpose(1, 2).contiguous().transpose(1, 2) for x in states)
 
 
 def _is_triton_backend() -> bool:
-    """Whether flash-attn runs on its Triton backend for AMD GPUs (2.8.3), which ignores some arguments."""
+    """Whether flash-attn runs on its Triton backend for AMD GPUs."""
     interface = sys.modules.get("flash_attn.flash_attn_interface")
     backend = getattr(interface, "flash_attn_gpu", None)
     return backend is not None and backend.__name__.endswith(".interface_fa")

@@ -29,8 +29,8 @@ from .positions import PackedMask
 
 
 __all__ = [
-    "CACHES", "checkpoints_in_forward", "decoder_of", "flash_arguments", "has_cache", "mask_of_rows",
-    "masks_of_decoder", "older_attributes", "register_mask_function", "resume_packed_search", "rope_parameters",
+    "CACHES", "checkpoints_in_forward", "decoder_of", "has_cache", "mask_of_rows", "masks_of_decoder",
+    "older_attributes", "register_mask_function", "resume_packed_search", "rope_parameters", "segment_arguments",
     "silence_packing_warning", "spare_packed_search", "supports",
 ]  # fmt: skip
 
@@ -137,11 +137,14 @@ _search_lock = threading.RLock()  # garbage collection within the lock may remov
 _search_users: weakref.WeakSet[object] = weakref.WeakSet()
 
 
-def flash_arguments(layout: Layout) -> dict[str, Any]:
-    """Further arguments for a variable-length call of transformers' FlashAttention function."""
+def segment_arguments(layout: Layout) -> dict[str, Any]:
+    """The segments of a layout as arguments of an attention function, such as transformers' FlashAttention."""
+    queries, keys = layout.queries, layout.keys
+    bounds = {"cu_seq_lens_q": queries.cu_seqlens, "cu_seq_lens_k": keys.cu_seqlens}
+    bounds |= {"max_length_q": queries.longest, "max_length_k": keys.longest}
     # 4.52 reads `cu_seq_lens_q` only if there are positions, too, and otherwise attends over the whole row:
     # https://github.com/huggingface/transformers/blob/v4.52.4/src/transformers/modeling_flash_attention_utils.py#L374
-    return {"position_ids": layout.positions.unsqueeze(0)} if _transformers_in("<4.53") else {}
+    return bounds | ({"position_ids": layout.positions.unsqueeze(0)} if _transformers_in("<4.53") else {})
 
 
 def supports(cls: type[PreTrainedModel], attention: str) -> bool:
