@@ -85,13 +85,6 @@ def test_rows_share_only_what_has_the_same_places():
     assert keys_of_segments(layout) == [[0, 1, 2, 3], [0, 4, 5]]
 
 
-def test_a_layout_is_trivial_when_it_removes_nothing():
-    assert padding_free_layout(torch.ones(2, 3)).is_trivial
-    assert not padding_free_layout(torch.tensor([[1, 1], [1, 0]])).is_trivial
-    assert prefix_sharing_layout(torch.tensor([[1, 2], [3, 4]]), torch.ones(2, 2)).is_trivial
-    assert not prefix_sharing_layout(torch.tensor([[1, 2], [1, 4]]), torch.ones(2, 2)).is_trivial
-
-
 def test_packed_index_of_finds_the_token_that_computes_a_real_token():
     index = torch.tensor([18, 6, 0, 21])  # ids 2, 5, 1 and 2 of rows 4, 1, 0 and 5
     assert prefix_sharing_layout(IDS, MASK).packed_index_of(index).tolist() == [1, 4, 0, 7]
