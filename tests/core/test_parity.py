@@ -8,24 +8,16 @@ import pytest
 import torch
 from kit.cells import by_turns, slow_but
 from kit.tolerance import tolerance
-from kit.trainer_runs import confusing_layout
+from kit.trainer_runs import BROKEN, break_mode
 from simulated_gpu.simulated_cuda import to_simulated
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 from zoo import families, gpu_models
-from zoo.model_numbers import merge_segments
 from zoo.models import SUPPORTED, build, inputs
 
 import trl_padfix.core.attention.attention
 import trl_padfix.core.call.arguments
 import trl_padfix.core.call.layout_of
-from trl_padfix import (
-    PaddingRemovalError,
-    ParityError,
-    check_parity,
-    padding_free_layout,
-    prefix_sharing_layout,
-    remove_padding,
-)
+from trl_padfix import PaddingRemovalError, ParityError, check_parity, remove_padding
 
 
 pytestmark = pytest.mark.usefixtures("flash")
@@ -79,11 +71,8 @@ def test_masked_tokens_that_a_packed_forward_cannot_serve_are_left_out(family, m
 
 
 def leaking_layouts(monkeypatch) -> None:
-    layout_of = trl_padfix.core.call.layout_of
-    monkeypatch.setattr(layout_of, "padding_free_layout", lambda mask: merge_segments(padding_free_layout(mask)))
-    monkeypatch.setattr(
-        layout_of, "prefix_sharing_layout", lambda *given: merge_segments(prefix_sharing_layout(*given))
-    )
+    for mode in BROKEN:
+        break_mode(monkeypatch, mode)
 
 
 def attention_without_segments(monkeypatch) -> None:
@@ -237,7 +226,7 @@ def test_what_forked_states_round_in_half_precision_is_measured(wrong, monkeypat
     ids = torch.randint(5, 600, (8, 80))
     ids[:, :50] = ids[0, :50]
     if wrong:
-        monkeypatch.setattr(trl_padfix.core.call.layout_of, "prefix_sharing_layout", confusing_layout)
+        break_mode(monkeypatch, "prefix sharing")
     with torch.autocast("cpu", torch.bfloat16):
         report = check_parity(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, prefix_sharing=True)
     assert report.ok != wrong, report
