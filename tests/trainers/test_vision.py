@@ -90,7 +90,7 @@ def test_training_on_images_is_trls(family, kind, mode, tmp_path):
 @pytest.mark.parametrize(("kind", "mode"), [("DPO", "padding-free"), ("SFT", "prefix sharing")])
 def test_a_leak_bends_the_trajectory_and_is_found_by_the_parity_check(kind, mode, monkeypatch, tmp_path):
     config = break_mode(monkeypatch, mode)
-    monkeypatch.setattr("trl_padfix.core.call.layout_of.token_keys", lambda call, shape: None)
+    monkeypatch.setattr("trl_padfix.core.call.layout_of.token_keys", lambda call, shape: [])
     trainer = build_trainer(trl_padfix, kind, "llava", tmp_path, parity_check=False, **config)
     with pytest.raises(AssertionError, match="not close"):
         assert_same(trained(trainer), trls(kind, "llava"), atol=1e-4, rtol=1e-3)
@@ -220,5 +220,5 @@ def test_a_token_budget_splits_rows_with_images(kind, mode, tmp_path, monkeypatc
     assert len(computed) > 4
     assert ("sub-batches: images are not compared" in caplog.text) == (mode == "prefix sharing")
     config |= break_mode(monkeypatch, mode)
-    monkeypatch.setattr("trl_padfix.core.call.layout_of.token_keys", lambda call, shape: None)
+    monkeypatch.setattr("trl_padfix.core.call.layout_of.token_keys", lambda call, shape: [])
     assert_other(trajectory(build_unpaired(trl_padfix, kind, "llava", tmp_path, **config)), expected, atol=1e-4)

@@ -5,8 +5,8 @@ The layout of a decoder call: one of three kinds, each with its builder.
 - `shared`: in addition prefixes that rows have in common are computed once, if that saves time;
 - `tree`: the segments of a row with `tree_*` arguments attend to their paths.
 
-Prefixes of rows match only if their images match: [`content_keys`] identify a token beyond its id, from its
-embeddings, its features and its prepared masks.
+Prefixes of rows match only if their images match: keys identify a token beyond its id, from its embeddings, its
+features ([`token_keys`]) and its prepared masks.
 
 A layout is built once for the forwards of a loss on the same tensors (`batch_cache.py`).
 """
@@ -27,14 +27,13 @@ from ..model.older import CACHES
 from .arguments import DecoderInputs, visual_mask
 from .batch_cache import cached_layout, on_host, planned_layout
 from .calls import CALL
-from .prepared_masks import PreparedMasks
 
 
 if TYPE_CHECKING:
     from ..handle import PaddingRemoval
 
 
-__all__ = ["content_keys", "layout_of", "tensors_in", "token_keys"]
+__all__ = ["layout_of", "tensors_in", "token_keys"]
 
 
 def layout_of(inputs: DecoderInputs, handle: PaddingRemoval) -> Layout | None:
@@ -161,24 +160,27 @@ def _of_rows(
 def _shared(inputs: DecoderInputs, handle: PaddingRemoval) -> Layout | None:
     ids, keys = inputs.batch, inputs.positions
     if inputs.compared_ids is not None and not inputs.is_packed:  # embeddings are among the keys of the tokens
-        ids = inputs.compared_ids
-        keys = content_keys(inputs.arguments, ids, inputs.mask, inputs.prepared)
-        if keys is not None and inputs.embeds is not None and inputs.embeds.requires_grad and inputs.images:
-            keys = torch.cat([keys, _rows_of_equal_features(ids, inputs.embeds)])
+        ids, found = inputs.compared_ids, token_keys(inputs.arguments, inputs.compared_ids.shape)
+        if inputs.prepared is not None:
+            mask = torch.ones_like(ids) if inputs.mask is None else inputs.mask
+            found += inputs.prepared.keys(mask, [ids, *found])
+        if found and inputs.embeds is not None and inputs.embeds.requires_grad and inputs.images:
+            found.append(_rows_of_equal_features(ids, inputs.embeds))
+        keys = torch.stack(found) if found else None
     elif (others := _other_keys(inputs)) and ids is not None:
-        keys = token_keys({"position_ids": inputs.positions, **others}, ids.shape)
+        keys = torch.stack(token_keys({"position_ids": inputs.positions, **others}, ids.shape))
     return _of_rows(inputs, handle, ids, keys)
 
 
 def _rows_of_equal_features(ids: torch.Tensor, embeds: torch.Tensor) -> torch.Tensor:
     """
-    A key, `(1, B, L)`, that keeps tokens of rows apart where four tokens in a row have one id and equal embeddings.
+    A key, `(B, L)`, that keeps tokens of rows apart where four tokens in a row have one id and equal embeddings.
 
     A projector that begins with zeros gives all images equal features, but each image has a gradient of its own.
     """
     same = (embeds[:, 1:] == embeds[:, :-1]).all(2) & (ids[:, 1:] == ids[:, :-1])
     runs = torch.nn.functional.pad(same.long(), (3, 3)).unfold(1, 3, 1).amin(2)  # of three pairs: four tokens
-    return (runs.unfold(1, 4, 1).amax(2) * torch.arange(1, len(ids) + 1, device=ids.device)[:, None]).unsqueeze(0)
+    return runs.unfold(1, 4, 1).amax(2) * torch.arange(1, len(ids) + 1, device=ids.device)[:, None]
 
 
 def _tree(inputs: DecoderInputs, handle: PaddingRemoval) -> Layout:
@@ -186,10 +188,7 @@ def _tree(inputs: DecoderInputs, handle: PaddingRemoval) -> Layout:
     batch, ids = inputs.batch, inputs.any_ids
     if (reason := _tree_obstacle(inputs)) is not None or batch is None:
         raise PaddingRemovalError(f"The model was called with {sorted(inputs.tree)}, and {reason}.")
-    keys: list[torch.Tensor] = []
-    if handle.prefix_sharing and ids is not None:
-        others = token_keys(inputs.arguments, ids.shape)
-        keys = [ids, *([] if others is None else others)]
+    keys = [ids, *token_keys(inputs.arguments, ids.shape)] if handle.prefix_sharing and ids is not None else []
     with torch.inference_mode(False):  # as in `cached_layout`
         return tree_layout(inputs.tree, batch.shape[1], keys)
 
@@ -257,21 +256,9 @@ def _check_mask(mask: Any, batch: torch.Tensor) -> None:
         )
 
 
-def content_keys(
-    call: dict[str, Any], ids: torch.Tensor, mask: torch.Tensor | None, prepared: PreparedMasks | None
-) -> torch.Tensor | None:
-    """Keys that identify a token beyond its id, `(keys, B, L)`: [`token_keys`] and the keys of prepared masks."""
-    keys = token_keys(call, ids.shape)
-    if prepared is None:
-        return keys
-    input_keys = [] if keys is None else [*keys]
-    mask = torch.ones_like(ids) if mask is None else mask
-    return torch.cat([*(key[None] for key in input_keys), prepared.keys(mask, [ids, *input_keys])])
-
-
-def token_keys(call: dict[str, Any], batch_shape: torch.Size) -> torch.Tensor | None:
+def token_keys(call: dict[str, Any], batch_shape: torch.Size) -> list[torch.Tensor]:
     """
-    Keys that identify a token beyond its id, `(keys, B, L)`, int64: tokens with equal keys have equal inputs.
+    Keys that identify a token beyond its id, each `(B, L)`, int64: tokens with equal keys have equal inputs.
 
     Positions and other integers or booleans of a padded `call` are keys without a change. Embeddings and features
     become 64-bit hashes.
@@ -292,7 +279,7 @@ def token_keys(call: dict[str, Any], batch_shape: torch.Size) -> torch.Tensor | 
                 content = _content(tensor.unsqueeze(0))[0]  # `(features,)`, put at the visual tokens
                 keys.append(torch.zeros(batch_shape, dtype=torch.int64, device=tensor.device))
                 keys[-1][is_visual_BL] = content
-    return torch.stack([key.to(torch.int64) for key in keys]) if keys else None
+    return [key.to(torch.int64) for key in keys]
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
