@@ -151,7 +151,7 @@ def _compare_longest(
     if (widest := WIDEST_SCORE.get(report.dtype)) is not None:
         mean, maximum = widest / 10, widest
     found = []
-    with pooling_last_column(prepare_longest(model, batch, handle), handle) as sample:
+    with pooling_last_column(prepare_longest(batch, handle), handle) as sample:
         # With context parallelism the row alone is the padded one.
         references = (True, False) if handle.context_parallel is None else (True,)
         for alone in references if sample.ids.shape[1] > 1 else ():

@@ -94,11 +94,12 @@ def prepare(model: nn.Module, batch: dict[str, Any], handle: PaddingRemoval) -> 
     # If no packed forward of this model supports rows with masked tokens, compare them without these tokens.
     has_holes = batch_obstacle(layout, False, handle.anatomy.mixers) is None
     ids, mask = short_snippets(ids, mask, chunk=handle.anatomy.mixers.chunk, has_holes=has_holes)
-    inputs = {"input_ids": ids, "attention_mask": mask} | _cache_off(model)
+    takes_cache = takes_any_argument(model) or takes(model, "use_cache")
+    inputs = {"input_ids": ids, "attention_mask": mask} | ({"use_cache": False} if takes_cache else {})
     return Sample(inputs, torch.arange(ids.shape[1] - 1, device=ids.device), _is_packed(given))
 
 
-def prepare_longest(model: nn.Module, batch: dict[str, Any], handle: PaddingRemoval) -> Sample:
+def prepare_longest(batch: dict[str, Any], handle: PaddingRemoval) -> Sample:
     """
     The longest row of a batch after another one, and up to `MAX_COLUMNS` columns of them to compare.
 
@@ -107,9 +108,8 @@ def prepare_longest(model: nn.Module, batch: dict[str, Any], handle: PaddingRemo
     ids, mask = longest_pair(*padded_batch(batch))
     if handle.context_parallel is not None:
         ids, mask = ids[1:, :LONG_ROW_TOKENS], mask[1:, :LONG_ROW_TOKENS]
-    inputs = {"input_ids": ids, "attention_mask": mask} | _cache_off(model)
-    selected, columns = select_columns(inputs, handle.anatomy.pretrained)
-    return Sample(selected, columns, _is_packed(batch))
+    inputs, columns = select_columns({"input_ids": ids, "attention_mask": mask}, handle.anatomy.pretrained)
+    return Sample(inputs, columns, _is_packed(batch))
 
 
 def _is_packed(batch: dict[str, Any]) -> bool:
@@ -130,11 +130,6 @@ def padded_batch(batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         pad = torch.nn.utils.rnn.pad_sequence
         return pad(rows, batch_first=True), pad([torch.ones_like(row) for row in rows], batch_first=True)
     return batch["input_ids"], _with_mask(batch)["attention_mask"]
-
-
-def _cache_off(model: nn.Module) -> dict[str, Any]:
-    """`use_cache=False` if the forward of a model takes it."""
-    return {"use_cache": False} if takes_any_argument(model) or takes(model, "use_cache") else {}
 
 
 @contextlib.contextmanager
