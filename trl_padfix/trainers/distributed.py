@@ -1,4 +1,4 @@
-"""The processes and the models of a trainer. Works with any version of TRL."""
+"""A trainer, its processes and its models. Works with any version of TRL."""
 
 from __future__ import annotations
 
@@ -15,14 +15,20 @@ from transformers import Trainer
 from ..core.context import temporarily_set
 from ..core.errors import PaddingRemovalError
 from ..core.model.views import config_of
-from .protocols import PaddingFreeTrainer
 
 
 __all__ = [
-    "check_launch", "data_replicas", "datasets_of", "has_static_graph", "is_fsdp2", "is_sharded", "is_zero",
-    "local_metrics_only", "max_over_processes", "models_of", "named_models_of", "on_any_process",
+    "PaddingFreeTrainer", "check_launch", "data_replicas", "datasets_of", "has_static_graph", "is_fsdp2", "is_sharded",
+    "is_zero", "local_metrics_only", "max_over_processes", "models_of", "named_models_of", "on_any_process",
     "raise_on_all", "splitting_parallelism", "step_on_prepared", "sync_gradients_in_last", "trains_on_images",
 ]  # fmt: skip
+
+
+class PaddingFreeTrainer(Trainer):
+    """A trainer as tasks and parts use it: TRL's class with `PaddingFreeMixin`, or a test's stand-in."""
+
+    accelerator: Any  # many attributes are optional: only the parallelism that needs them sets them
+    padding: Any  # [`Padding`], whose parts read the trainer
 
 
 def named_models_of(trainer: PaddingFreeTrainer) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import torch
 from transformers import TrainingArguments
 
 from .checks.user_code import why_padded
-from .protocols import PaddingFreeTrainer
+from .distributed import PaddingFreeTrainer
 
 
 __all__ = ["OfTrainer", "PairTask", "Task"]

@@ -25,7 +25,7 @@ from ...core.model.changes import is_harmless
 from ...core.model.inspection import TRUSTED_GRADIENT_HOOKS, code_of, is_of, module_of, name_of
 from ...core.patches.heads import SCORED_FROM_PADDING
 from ..data.batch_rows import scores_padding
-from ..protocols import PaddingFreeTrainer
+from ..distributed import PaddingFreeTrainer
 
 
 __all__ = [

@@ -24,7 +24,7 @@ from .turns import turns_of
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-    from ..protocols import PaddingFreeTrainer
+    from ..distributed import PaddingFreeTrainer
 
 
 __all__ = ["RecordedRollouts"]

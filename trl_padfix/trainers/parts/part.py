@@ -22,7 +22,7 @@ from ...core.handle import PaddingRemoval, PaddingStats
 from ...core.model.patching import Attachment
 from ...core.parity.report import ParityReport
 from ...core.remove import attachments_on
-from ..protocols import PaddingFreeTrainer
+from ..distributed import PaddingFreeTrainer
 from ..settings import Settings
 from ..task import OfTrainer, Task
 
