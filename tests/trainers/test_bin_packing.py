@@ -69,6 +69,7 @@ def test_costs_are_the_distinct_prefixes_of_any_rows(rows, data):
 
 @given(drawn_costs(), st.integers(1, 60))
 @example(RowCosts(np.array([1, 3, 3, 5, 1]), np.array([0, 3, 1, 2, 4]), np.array([0, 1, 2, 1, 0])), 4)
+@example(RowCosts(np.array([1, 2, 2]), np.arange(3), np.arange(3)), 1)
 def test_a_split_has_every_row_once_within_the_budget(costs, budget):
     parts = pack_rows(costs, budget, across=False)
     assert sorted(row for part in parts for row in part) == list(range(len(costs)))
