@@ -1,5 +1,7 @@
 """`PaddingRemovalCallback`: padding removed from trainers that know nothing of this package."""
 
+import gc
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -211,6 +213,17 @@ def test_a_prediction_within_a_training_does_not_end_its_metrics(tmp_path):
     callback.attach(trainer)
     trainer.train()
     assert ["padfix/pad_fraction" in log for log in trainer.state.log_history if "loss" in log] == [True] * 3
+
+
+def test_a_callback_keeps_no_model_of_a_cell_that_runs_again(tmp_path):
+    kept = []
+    for _ in range(2):
+        callback = PaddingRemovalCallback()
+        trainer = build_trainer(tmp_path, callbacks=[callback], max_steps=1)
+        trainer.train()
+        kept.append(weakref.ref(trainer.model))
+    gc.collect()
+    assert [model() for model in kept] == [None, trainer.model]
 
 
 def test_a_second_training_attaches_again_also_after_a_failed_one(tmp_path):

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial, wraps
 from types import SimpleNamespace
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from accelerate.logging import get_logger
@@ -59,7 +59,7 @@ PACKS = "packs rows before the model is called, so there is no padding to remove
 """What a setting of another stack does that is refused beside the callback."""
 
 
-_attached_by: WeakKeyDictionary[Any, PaddingRemovalCallback] = WeakKeyDictionary()
+_attached_by: WeakKeyDictionary[Any, ref[PaddingRemovalCallback]] = WeakKeyDictionary()
 """The callback that each handle belongs to. Not an attribute of the handle, which a deep copy of the model copies."""
 
 
@@ -265,15 +265,16 @@ class PaddingRemovalCallback(TrainerCallback):
 
     def _remove_padding(self, run: _Run, model: torch.nn.Module) -> None:
         attached = attachment_of(model)
-        if attached is not None and (earlier := _attached_by.get(attached)) is not None:
+        if attached is not None and attached in _attached_by:
+            earlier = _attached_by[attached]()
             # Two callbacks may belong to one trainer, or to one training.
-            pairs = (self._given, earlier._given), (self._state, earlier._state)
+            pairs = ((self._given, earlier._given), (self._state, earlier._state)) if earlier else ()
             if not any(one is other is not None for one, other in pairs):
-                earlier.remove()  # a training that raised an error, in a notebook, has left it
+                (earlier or attached).remove()  # a training that raised an error, in a notebook, has left it
         handle = self._attach_one(model, prefix_sharing=run.prefix_sharing)
         handle.name = f"callback.handles[{len(self.handles)}]"
         self.handles.append(run.undo.enter_context(handle))
-        _attached_by[handle] = self
+        _attached_by[handle] = ref(self)
 
     def _pad_steps(self, run: _Run) -> None:
         """Compute a batch padded if its loss needs states that a packed forward does not have."""
