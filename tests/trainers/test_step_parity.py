@@ -5,6 +5,7 @@ import copy
 import gc
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import product
 
 import pytest
@@ -210,7 +211,9 @@ def test_a_loss_that_replaces_another_one_is_compared_once(tmp_path, capsys):
         return of_all, of_tokens
 
     def is_packed():
+        before = trainer.padding.stats.padded_forwards
         trainer.train()
+        assert (trainer.padding.stats.padded_forwards == before) is (trainer.padding.why_padded is None)
         return trainer.padding.why_padded is None
 
     class Mine(trl.DPOTrainer):
@@ -472,7 +475,7 @@ def test_a_rope_of_the_length_of_the_batch_is_that_of_its_columns_on_either_side
 
 @pytest.mark.parametrize(("is_own", "reads"), [*product([True, False], repeat=2)])
 def test_an_evaluation_whose_metrics_read_padding_runs_padded(is_own, reads, tmp_path):
-    def metrics(found):
+    def metrics(found, reads=reads):
         return {"zeros": (found.predictions[(found.label_ids != -100) | reads] == 0).mean()}
 
     def predict(self, model, inputs, *args, **kwargs):
@@ -489,5 +492,8 @@ def test_an_evaluation_whose_metrics_read_padding_runs_padded(is_own, reads, tmp
     assert ours == pytest.approx(theirs, rel=1e-5)
     assert (trainer.padding.stats.forwards == 0) is reads
     assert set(trainer.padding.parity) == {"eval"}
+    trainer.compute_metrics = partial(metrics, reads=not reads)  # ours gives no logits to it
+    trainer.evaluate()
+    assert (trainer.padding.why_eval_padded is None) is (reads != is_own)
     with pytest.raises(trl_padfix.PaddingRemovalError) if reads else contextlib.nullcontext():
         evaluated(trl_padfix, padding_free=True, strict=True)

@@ -20,7 +20,7 @@ from ...core.call.layout_of import layout_of
 from ...core.context import of_this_thread, temporarily_set
 from ...core.errors import UnpackableCallError
 from ...core.handle import PaddingRemoval
-from ...core.model.inspection import bind, parameters_of
+from ...core.model.inspection import bind, code_of, parameters_of
 from ...core.model.older import has_cache
 from ...core.model.patching import Attachment, ForwardPatch
 from ...core.parity.check import check_parity
@@ -31,7 +31,7 @@ from ..distributed import is_sharded, models_of, named_models_of, on_any_process
 from ..messages import say
 from .metrics_parity import metric_of_padding
 from .part import Evaluation, PaddingFreeTrainer, Part, Step, entered
-from .step_parity import REFILLED, ZEROED, StepReport, check_step, has_padding, precision_in
+from .step_parity import REFILLED, ZEROED, StepReport, check_step, has_padding, is_told, precision_in
 
 
 __all__ = ["Parity", "ParitySchedule", "compare", "first_call", "print_reports"]
@@ -125,8 +125,8 @@ class Parity(Part):
         self._has_run_user_step = False
         self._loss_functions = loss_functions(self.trainer)
         trainer = weakref.proxy(self.trainer)
-        modes, is_on = ("train", "eval", "metrics"), self.settings.parity_check
-        self._schedules = {m: ParitySchedule(trainer, is_on, needs_padding=m == "metrics") for m in modes}
+        self._schedules = {m: ParitySchedule(trainer, self.settings.parity_check) for m in ("train", "eval")}
+        self._metrics_functions: list[Any] = []  # of the last evaluation
         self._first_steps: dict[str, int] = {}  # of each mode
         self._is_cut_off = False
 
@@ -136,6 +136,9 @@ class Parity(Part):
         # A notebook has replaced the loss between two trainings, or an interrupt has ended the last step in a check.
         if loss_functions(self.trainer) != self._loss_functions or self._is_cut_off:
             self.attach_to_models()
+            step.why_padded = self.trainer.padding.task.why_padded(
+                step.inputs
+            )  # without the reason of the loss before
         self._is_cut_off = True
         if not self._first_steps:  # a user adds hooks between `__init__` and `train`
             for handle in self.trainer.padding.handles:
@@ -160,6 +163,10 @@ class Parity(Part):
     def around_evaluation_loop(self, evaluation: Evaluation) -> Iterator[None]:
         trainer, padding, predict = self.trainer, self.trainer.padding, self.trainer.prediction_step
         is_own = custom_method(trainer, {"prediction_step"}) is not None
+        functions = [predict, trainer.compute_metrics, trainer.preprocess_logits_for_metrics]
+        if (functions := [(f, code_of(f)) for f in functions]) != self._metrics_functions:
+            self._metrics_functions, padding.why_eval_padded = functions, None
+            self._metrics_schedule = ParitySchedule(trainer, self.settings.parity_check, needs_padding=True)
 
         def compared(model: torch.nn.Module, inputs: Any, loss_only: bool | None, *args: Any, **kwargs: Any) -> Any:
             if is_own or (trainer.compute_metrics is not None and not loss_only):
@@ -174,7 +181,7 @@ class Parity(Part):
 
     def _compare_metrics(self, predict: Callable[..., Any], inputs: Any, loss_only: bool | None) -> None:
         """Run evaluations padded if their metrics read padding, on the first batch that has any."""
-        trainer, schedule, changed = self.trainer, self._schedules["metrics"], None
+        trainer, schedule, changed = self.trainer, self._metrics_schedule, None
         is_checked = schedule.is_active and trainer.padding.handles and not is_sharded(trainer)
         if not (is_checked and schedule.is_due(trainer.padding.task.padded_batches(inputs))):
             return
@@ -281,11 +288,8 @@ class Parity(Part):
     def _print_reports(self, mode: str) -> None:
         """Print the training reports, which include gradients; evaluation reports only if nothing is trained."""
         padding = self.trainer.padding
-        if mode in padding.parity and self._is_told(mode) and not padding.is_dry_run:  # its table has them
+        if mode in padding.parity and is_told(self.trainer, mode) and not padding.is_dry_run:  # its table has them
             print_reports(self.trainer, padding.parity[mode])
-
-    def _is_told(self, mode: str) -> bool:
-        return mode == "train" or not (self.trainer.is_in_train or "train" in self.trainer.padding.parity)
 
     def _tell(self, text: str, tell: Callable[[str], None] = say) -> None:
         """Tell a text once, on one process of each machine."""
@@ -342,7 +346,7 @@ class Parity(Part):
             untested = "; not tested on padding, because the batch has none" if schedule.is_active else ""
             outcome = f"parity ok, the trainer's own loss: {report}{untested}; {seconds:.1f} s"
         padding.loss_parity[mode] = outcome
-        if not padding.is_dry_run and (report is None or self._is_told(mode)):
+        if not padding.is_dry_run and (report is None or is_told(self.trainer, mode)):
             self._tell(outcome, tell)
 
 

@@ -49,7 +49,10 @@ from .part import PaddingFreeTrainer, Step
 from .saved_state import saved_state
 
 
-__all__ = ["StepReport", "check_step", "few_items", "has_padding", "other_padding", "precision_in", "without_packing"]
+__all__ = [
+    "StepReport", "check_step", "few_items", "has_padding", "is_told", "other_padding", "precision_in",
+    "without_packing",
+]  # fmt: skip
 
 logger = get_logger(__name__)
 
@@ -173,6 +176,11 @@ def check_step(trainer: PaddingFreeTrainer, step: Step, *, gradients: bool) -> S
     return report
 
 
+def is_told(trainer: PaddingFreeTrainer, mode: str) -> bool:
+    """Whether the log has the comparisons of a mode: of evaluations, only if nothing is trained."""
+    return mode == "train" or not (trainer.is_in_train or "train" in trainer.padding.parity)
+
+
 def few_items(trainer: PaddingFreeTrainer, inputs: Any) -> list[dict[str, Any]]:
     """
     The batch of a few short items of different lengths, that of the first [`REFILLED_ITEMS`] of them, and that of each
@@ -280,7 +288,7 @@ class _Comparison:
         ids = [forward["input_ids"] for forward in self.trainer.padding.task.padded_batches(batch)]
         sizes = " and ".join(f"{len(x)} rows x {x.shape[1]} tokens" for x in ids)
         passes = f"packed and {arbiter}, forward{' and backward' if self.gradients else ''}"
-        if self.trainer.accelerator.is_local_main_process:
+        if self.trainer.accelerator.is_local_main_process and is_told(self.trainer, self.step.mode):
             said = f"comparing the trainer's own loss, once: {sizes}, {passes}"
             self.trainer.padding.handles[0].say_once(said, f"compared in {self.step.mode}", tell=say)
 
