@@ -202,17 +202,23 @@ def test_what_it_logs_reaches_the_reporters_before_it(tmp_path, capsys):
     assert capsys.readouterr().out.count("parity ok, the trainer's own loss") == 2  # of training and of evaluation
 
 
-def test_a_prediction_within_a_training_does_not_end_its_metrics(tmp_path):
+def test_a_prediction_or_a_log_within_a_training_does_not_end_its_metrics(tmp_path):
+    class Logs(Margins):
+        def compute_loss(self, *args, **kwargs):
+            if self.model.training:
+                self.log({"own": 1.0})
+            return super().compute_loss(*args, **kwargs)
+
     class Predicts(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             if state.global_step == 2:
                 trainer.predict(trainer.train_dataset.select(range(2)))
 
     callback = PaddingRemovalCallback()
-    trainer = build_trainer(tmp_path, callbacks=[callback, Predicts()], max_steps=3, logging_steps=1)
+    trainer = build_trainer(tmp_path, Logs, callbacks=[callback, Predicts()], max_steps=3, logging_steps=1)
     callback.attach(trainer)
     trainer.train()
-    assert ["padfix/pad_fraction" in log for log in trainer.state.log_history if "loss" in log] == [True] * 3
+    assert ["perf/tokens_per_second" in log for log in trainer.state.log_history if "loss" in log] == [True] * 3
 
 
 def test_a_callback_keeps_no_model_of_a_cell_that_runs_again(tmp_path):

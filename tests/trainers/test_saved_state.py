@@ -6,6 +6,7 @@ from collections import Counter, defaultdict, deque
 from contextlib import suppress
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -35,6 +36,7 @@ def build() -> SimpleNamespace:
         recent=deque([1, 2], maxlen=2),
         ids={1, 2},
         means=[torch.zeros(2)],
+        draws=[torch.Generator(), random.Random(0), np.random.default_rng(0)],
         step=1,
     )
 
@@ -47,6 +49,8 @@ def write(trainer: SimpleNamespace) -> None:
     trainer.ids.add(3)
     trainer.means.append(trainer.means[0].add_(1))
     trainer.step += random.randrange(1, 9)
+    torch.rand(1, generator=trainer.draws[0])
+    trainer.step += trainer.draws[1].random() + trainer.draws[2].random()
     trainer.model(torch.randn(4, 2)).sum().backward()
     trainer.model.requires_grad_(False)  # PEFT changes these flags when an adapter is switched
 
@@ -54,8 +58,11 @@ def write(trainer: SimpleNamespace) -> None:
 def state(trainer: SimpleNamespace) -> str:
     """All values, and the next random number."""
     gradients = [(parameter.grad, parameter.requires_grad) for parameter in trainer.model.parameters()]
-    drawn = torch.random.get_rng_state().sum(), random.getstate()
-    return repr((copy.deepcopy(vars(trainer)), trainer.model.state_dict(), gradients, drawn))
+    generator, numbers, arrays = trainer.draws
+    drawn = torch.random.get_rng_state().sum(), random.getstate(), numbers.getstate(), arrays.bit_generator.state
+    drawn += (generator.get_state().tolist(),)
+    values = {name: value for name, value in vars(trainer).items() if name != "draws"}
+    return repr((copy.deepcopy(values), trainer.model.state_dict(), gradients, drawn))
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError])

@@ -394,6 +394,7 @@ def test_nothing_is_left_behind(kind, tmp_path):
     assert checked.padding.parity
     assert not unchecked.padding.parity
     assert ours == theirs
+    assert all("perf/tokens_per_second" in log for log in checked.state.log_history if "loss" in log)
 
 
 TRUNCATED = {"mask_truncated_completions": True, "max_completion_length": 3}

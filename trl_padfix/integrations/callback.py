@@ -434,7 +434,9 @@ class PaddingRemovalCallback(TrainerCallback):
         return new
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
-        if self._run is None or logs is None:
+        # A user's loss may log, too.
+        is_of_loop = any(name == "loss" or name.endswith("_runtime") for name in logs or ())
+        if self._run is None or not is_of_loop:
             return
         metrics = report_of(self._run.counters, self._run.mode, self.handles[0])
         if self._run.mode == "eval":

@@ -356,7 +356,7 @@ class PaddingFreeMixin:
 
     @hook
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        for part in self.padding.parts:
+        for part in self.padding.parts if self.padding.running is None else ():  # a user's loss may log, too
             part.log(logs, "train" if self.model.training else "eval")
         super().log(logs, *args, **kwargs)
 

@@ -29,8 +29,9 @@ def saved_state(trainer: PaddingFreeTrainer) -> Iterator[None]:
     """
     A block after which a trainer and its modules are as before: metrics, counters, buffers, gradients, random states.
 
-    Plain values, tensors, and containers of them are put back, except datasets. Other objects that a user's loss
-    writes to are not put back. Within the block `trainer.log` does nothing, and modules drop nothing and add no noise.
+    Plain values, tensors, random generators, and containers of them are put back, except datasets. Other objects that
+    a user's loss writes to are not put back. Within the block `trainer.log` does nothing, and modules drop nothing and
+    add no noise.
     """
     for unit in (module for module in trainer.model.modules() if isinstance(module, FSDPModule)):
         unit.reshard()  # a forward without backward leaves gathered parameters, which get no gradients
@@ -75,6 +76,12 @@ def _put_back_contents(value: Any, stack: contextlib.ExitStack, seen: set[int]) 
     seen.add(id(value))
     if isinstance(value, torch.Tensor):
         stack.callback(value.detach().copy_, value.detach().clone())
+    elif isinstance(value, torch.Generator):
+        stack.callback(value.set_state, value.get_state())
+    elif isinstance(value, random.Random):
+        stack.callback(value.setstate, value.getstate())
+    elif isinstance(value, np.random.Generator):
+        stack.callback(setattr, value.bit_generator, "state", value.bit_generator.state)
     elif isinstance(value, dict | list | deque | set):
         contents = dict(value) if isinstance(value, dict) else list(value)  # `copy` would call a user's `__init__`
         stack.callback(value.extend if isinstance(value, list | deque) else value.update, contents)
