@@ -54,7 +54,7 @@ TEXT = """\
 We ran the causal language model of each type of transformers 5.24, tiny and random, in float32. (BERT, BART or Whisper
 means only their decoder, `is_decoder=True`: encoders raise an error.) Rows shared prefixes and were padded on both
 sides. *Exact* means that log-probabilities, gradients (relative), router logits and auxiliary loss are within 1e-4 of
-each row computed alone. Some depend on the batch even in transformers: a `topk` between equal scores (DeepSeek V3.2
+each row computed alone. Some depend on the batch even in transformers: `topk` breaks ties (DeepSeek V3.2
 and V4, `glm_moe_dsa`, `axk2`, `hy_v4`), `xlstm` on some CPUs.
 """
 IMAGES = """\

@@ -81,7 +81,7 @@ def test_figures_are_those_of_the_files_they_come_from():
     for ours in FIGURES:
         (rows[ours],) = re.findall(rf"^\| {ours}.*$", README, re.MULTILINE)
     assert re.search(r"measured with commit [0-9a-f]{7}", SPEED)
-    assert re.search(r"earlier\s+commits", README)
+    assert re.search(r"earlier\s+commit", README)
     for number, (ours, row) in enumerate(rows.items(), 1):
         figures = [measured(*figure) for figure in FIGURES[ours].items()]
         assert re.findall(FIGURE, row) == figures

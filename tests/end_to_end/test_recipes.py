@@ -111,7 +111,7 @@ def two_steps(material: Path, method: str, output: Path) -> list[str]:
     elif method == "distillation":
         settings |= {"teacher_model_name_or_path": material / "model", "max_completion_length": 8}
     else:
-        settings |= {"max_length": 256, "eval_strategy": "no"}
+        settings |= {"max_length": 256, "eval_strategy": "no"} | ({"eos_token": "<|end|>"} if method == "sft" else {})
     return as_flags(settings)
 
 

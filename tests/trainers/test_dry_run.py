@@ -30,7 +30,7 @@ def test_it_compares_and_takes_no_step(tmp_path, capsys, monkeypatch):
     before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     assert dry_run(trainer)
     said, table = capsys.readouterr().out.split("Dry run:")
-    assert re.search(r"once: 8 rows x \d+ tokens, packed and each row alone, forward and backward\n", said)
+    assert re.search(r"loss: 8 rows x \d+ tokens, packed and each row alone, forward and backward\n", said)
     assert "gradient" not in table.split("parity, eval, loss")[1]
     assert table.count("parity ok (") == 4  # model and reference, in training and in evaluation: each once
     assert "max_steps" in table

@@ -40,7 +40,7 @@ SORTED_BATCHES = 512
 WORTH_GROUPING = 0.9
 """Grouping is advised if grouped batches have less than this share of the tokens of random ones."""
 
-WORTH_SHARING = 0.99
+WORTH_SHARING = 0.97
 """Sharing is advised if batches have less than this share of their real tokens with it."""
 
 UNITS = {"dpo": "pairs", "sft": "rows", "kto": "rows"}

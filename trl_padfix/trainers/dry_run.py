@@ -46,8 +46,8 @@ def dry_run(trainer: PaddingFreeTrainer) -> bool:
     """
     Check a training without taking a step: the first batch, its forward, and packed against padded.
 
-    The first step runs as in `trainer.train()`, without its backward and without dropout, and the first batch as in
-    `trainer.evaluate()`.
+    The first step runs as in `trainer.train()`, without dropout and, but for the parity check, without a backward; the
+    first batch of evaluation runs as in `trainer.evaluate()`.
     No weight changes, no file is written, and no callback runs. The main process prints one table: models and
     attention, data, settings, tokens of the first batch, and the parity check. Each process must call it.
 

@@ -301,7 +301,7 @@ def check_grouping(settings: Settings, config: TrainingArguments) -> None:
     given = vars(config)
     if given.get("packing"):
         raise ValueError(
-            "`packing=True` joins rows before they are sampled, and joined rows share no prefix. "
+            "`packing=True` joins rows before `group_by_prefix` could put those with a common prefix together. "
             "Set only one of `packing` and `group_by_prefix`."
         )
     strategy = given.get("train_sampling_strategy", "random")

@@ -26,7 +26,8 @@ def padding_free_trainer(trainer_class: type[T], *, task_class: type[Task] | Non
     """
     Make a subclass of a trainer class that trains without padding.
 
-    Its forwards run packed; on the first batch of training and of evaluation they are compared with padded forwards.
+    Its forwards run packed; on the first batches of training and of evaluation they are compared with padded
+    forwards, and its loss with the loss without padding removal.
     Loss, loop and data stay unchanged. Like our other trainers it has `trainer.padding`, and logs
     `perf/tokens_per_second` and `padfix/pad_fraction`. A subclass of a trainer of TRL that this package has, such as
     [`GRPOTrainer`], trains as if it were a subclass of ours.

@@ -326,7 +326,7 @@ class Parity(Part):
             text = "a loss that changes from call to call (this comparison calls it too): {:.6g}, then {:.6g} on one"
             return text.format(*report.repeated) + " batch. If it reads no logits at padding, set `parity_check=False`"
         cause = READS_PADDING if changes[ZEROED] else STATISTICS if changes[REFILLED] else MIXES_ROWS
-        return f"{cause}, or set `padding_free=False`. The loss {report}"
+        return f"{cause}. Or set `padding_free=False`. The loss {report}"
 
     def _tell_outcome(self, mode: str, report: StepReport | None, verdict: bool | None, seconds: float) -> None:
         """Keep the outcome of a comparison that found no fault, and tell it unless the table of a dry run has it."""

@@ -289,7 +289,7 @@ class _Comparison:
         sizes = " and ".join(f"{len(x)} rows x {x.shape[1]} tokens" for x in ids)
         passes = f"packed and {arbiter}, forward{' and backward' if self.gradients else ''}"
         if self.trainer.accelerator.is_local_main_process and is_told(self.trainer, self.step.mode):
-            said = f"comparing the trainer's own loss, once: {sizes}, {passes}"
+            said = f"comparing the trainer's own loss: {sizes}, {passes}"
             self.trainer.padding.handles[0].say_once(said, f"compared in {self.step.mode}", tell=say)
 
     def _as_configured(self, batch: dict[str, Any]) -> _Values:
