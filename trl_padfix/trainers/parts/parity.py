@@ -31,7 +31,7 @@ from ..distributed import is_sharded, models_of, named_models_of, on_any_process
 from ..messages import say
 from .metrics_parity import metric_of_padding
 from .part import Evaluation, PaddingFreeTrainer, Part, Step, entered
-from .step_parity import REFILLED, ZEROED, StepReport, check_step, has_padding, is_told, precision_in
+from .step_parity import BOTH, REFILLED, ZEROED, StepReport, check_step, has_padding, is_told, precision_in
 
 
 __all__ = ["Parity", "ParitySchedule", "compare", "first_call", "print_reports"]
@@ -325,7 +325,7 @@ class Parity(Part):
         if report.repeated:
             text = "a loss that changes from call to call (this comparison calls it too): {:.6g}, then {:.6g} on one"
             return text.format(*report.repeated) + " batch. If it reads no logits at padding, set `parity_check=False`"
-        cause = READS_PADDING if changes[ZEROED] else STATISTICS if changes[REFILLED] else MIXES_ROWS
+        cause = STATISTICS if changes[BOTH] else READS_PADDING if changes[ZEROED] or changes[REFILLED] else MIXES_ROWS
         return f"{cause}. Or set `padding_free=False`. The loss {report}"
 
     def _tell_outcome(self, mode: str, report: StepReport | None, verdict: bool | None, seconds: float) -> None:

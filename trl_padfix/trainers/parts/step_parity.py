@@ -62,11 +62,11 @@ ITEMS = 4
 REFILLED_ITEMS = 3
 """Those of them that run with other tokens at padding, if the loss is a sum over rows: a smaller padded batch."""
 
-PACKED, REFILLED, ZEROED = "off by", "with other tokens at padding off by", "with zeros for its outputs there off by"
-"""
-The differences of a step as configured; of a padded step with other tokens at padding; and of a padded step whose
-decoder returns zeros at padding, as a packed one does.
-"""
+PACKED, REFILLED = "off by", "with other tokens at padding off by"
+"""The differences of a step as configured, and of a padded step with other tokens at padding."""
+
+ZEROED, BOTH = "zeros", "other tokens behind zeros"
+"""The causes of these: what changes if the decoder returns zeros at padding, and then other tokens stand there."""
 
 SAMPLED = 65536
 """Maximum number of compared entries in the gradient of a parameter."""
@@ -138,7 +138,8 @@ class StepReport:
         if self.error:
             return f"on {self.items} the padded loss is {self.reference:.6g}, and without padding {self.error}"
         parts = []
-        for name, ((loss, gradient), most) in self.found.items():
+        for name in [PACKED, REFILLED][: len(self.found)]:
+            (loss, gradient), most = self.found[name]
             of_gradient = f", gradient by {gradient:.1e} (at most {most.gradient:.0e})" if self.has_gradient else ""
             parts.append(f"{name} {loss:.1e} (at most {most.mean:.0e}){of_gradient}")
         return f"on {self.items} {self.loss:.6g}, {self.arbiter} {self.reference:.6g}; {'; '.join(parts)}"
@@ -279,9 +280,11 @@ class _Comparison:
             if not on_any_process(self.trainer, not report.ok):
                 return report
         again = self._padded([(1.0, refilled_batch)])
-        zeroed = self._padded([(1.0, refilled_batch)], zeros=True).distance(padded)
+        zeroed = self._padded([(1.0, refilled_batch)], zeros=True)
+        both = self._padded([(1.0, refilled_batch)], on_embeddings, zeros=True)
+        causes = {ZEROED: (zeroed.distance(padded), same), BOTH: (both.distance(zeroed), same)}
         repeated = None if same.allow(*again.distance(padded)) else (padded.loss, again.loss)
-        return replace(report, found={**report.found, ZEROED: (zeroed, same)}, repeated=repeated)
+        return replace(report, found=report.found | causes, repeated=repeated)
 
     def _announce(self, batch: dict[str, Any], arbiter: str) -> None:
         """Tell what a comparison computes: on a CPU, users take the minutes of a large model for a hang."""
