@@ -66,7 +66,7 @@ def run_step(
     ids = torch.zeros(rows, 4, dtype=torch.int64)
     mask = torch.zeros(rows, 4, dtype=torch.int64)
     mask[:, :tokens] = 1
-    step = part.begin_step(Step(None, {"input_ids": ids, "mask": mask}, mode, 0, part.trainer.padding.task))
+    step = Step(None, {"input_ids": ids, "mask": mask}, mode, 0, part.trainer.padding.task)
     with part.around_step(step) if part.acts_in_steps() else nullcontext():
         for name, value in logged.items():
             part.trainer._metrics[mode].setdefault(name, []).append(value)

@@ -307,8 +307,6 @@ class PaddingFreeMixin:
             mode = "train" if self.model.training else "eval"
             number = self.state.global_step + (mode == "train")
             step = Step(model, inputs, mode, number, padding.task, arguments or {})
-            for part in padding.in_steps if is_outer else []:
-                step = part.begin_step(step)
             around = [part.around_step for part in padding.in_steps] if is_outer else []
             handles = [h for h in padding.handles if is_outer or h.enabled]  # a padded step counts once
             stack.enter_context(temporarily_set(padding, running=step))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sized
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -57,22 +56,15 @@ class ExactMeans(Part):
     def acts_in_steps(self) -> bool:
         return self.settings.exact_eval_means
 
-    def _counts(self, step: Step) -> bool:
-        return step.mode == "eval" and self.trainer.padding.task.num_loss_items(step.inputs) is not None
-
-    def begin_step(self, step: Step) -> Step:
-        if not self._counts(step) or step.returns_outputs:  # outputs must have a row for each row of the batch
-            return step
-        trainer, rows_per_item = self.trainer, self.trainer.padding.task.rows_per_item
-        inputs, has_rows = drop_duplicate_rows(trainer.accelerator, step.inputs, rows_per_item, data_replicas(trainer))
-        return replace(step, inputs=inputs, has_rows=has_rows)
-
     @contextlib.contextmanager
     def around_step(self, step: Step) -> Iterator[None]:
         task, accelerator = self.trainer.padding.task, self.trainer.accelerator
-        if not self._counts(step):
+        if step.mode != "eval" or task.num_loss_items(step.inputs) is None:
             yield
             return
+        if not step.returns_outputs:  # outputs must have a row for each row of the batch
+            replicas = data_replicas(self.trainer)
+            step.inputs, step.has_rows = drop_duplicate_rows(accelerator, step.inputs, task.rows_per_item, replicas)
         items = {"loss": task.num_loss_items(step.inputs), **task.num_metric_items(step.inputs)}
         metrics = self.trainer._metrics["eval"]
         # TRL appends to these lists during the forward: longer ones have a new value.

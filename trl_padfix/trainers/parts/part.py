@@ -241,15 +241,11 @@ class Part(OfTrainer):
         return contextlib.nullcontext()
 
     def acts_in_steps(self) -> bool:
-        """Whether the four hooks below are called in steps; called after `attach_to_models`."""
+        """Whether the two hooks below are called in steps; called after `attach_to_models`."""
         return type(self).around_step is not Part.around_step
 
-    def begin_step(self, step: Step) -> Step:
-        """The step, perhaps on another batch: called for one part after the other, before all `around_step`."""
-        return step
-
     def around_step(self, step: Step) -> contextlib.AbstractContextManager[Any]:
-        """A block around the forwards of a batch; `step.result` is set when the block ends."""
+        """A block around the forwards of a batch; it may change `step`, whose `result` is set when the block ends."""
         return contextlib.nullcontext()
 
     def around_user_step(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
