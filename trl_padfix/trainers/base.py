@@ -331,11 +331,6 @@ class PaddingFreeMixin:
     # -- evaluation and log
 
     @hook
-    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        with self.padding.in_use(), entered(part.around_evaluate() for part in self.padding.parts):
-            return super().evaluate(*args, **kwargs)
-
-    @hook
     def evaluation_loop(
         self,
         dataloader: Any,

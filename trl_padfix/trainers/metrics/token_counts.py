@@ -114,13 +114,9 @@ class TokenCounts(Part):
             logger.warning(f"Nothing was packed in step {step.number}: {why}. No savings are logged.")
 
     @contextlib.contextmanager
-    def around_evaluate(self) -> Iterator[None]:
+    def around_evaluation_loop(self, evaluation: Evaluation) -> Iterator[None]:
         self.counters["train"].pause()
         self.counters["eval"] = TokenCounter()
-        yield
-
-    @contextlib.contextmanager
-    def around_evaluation_loop(self, evaluation: Evaluation) -> Iterator[None]:
         self.counters["eval"].start()
         yield
         self.counters["eval"].pause()  # tokens generated after the loop (`predict_with_generate`) do not count

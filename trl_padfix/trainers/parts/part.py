@@ -256,10 +256,6 @@ class Part(OfTrainer):
         """A block in which Trainer counts the labels of a step, over all processes."""
         return contextlib.nullcontext()
 
-    def around_evaluate(self) -> contextlib.AbstractContextManager[Any]:
-        """A block around `evaluate`."""
-        return contextlib.nullcontext()
-
     def around_evaluation_loop(self, evaluation: Evaluation) -> contextlib.AbstractContextManager[Any]:
         """A block around an evaluation loop; `evaluation.output` is set when the block ends."""
         return contextlib.nullcontext()
