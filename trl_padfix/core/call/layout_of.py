@@ -13,7 +13,6 @@ A layout is built once for the forwards of a loss on the same tensors (`batch_ca
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,8 +51,7 @@ def layout_of(inputs: DecoderInputs, handle: PaddingRemoval) -> Layout | None:
     Raises:
         UnpackableCallError: If the call cannot be packed.
     """
-    build = _builder_of(inputs, handle)
-    if build is None or (layout := build(inputs, handle)) is None:
+    if (layout := _unfilled(inputs, handle)) is None:
         return None
     group, lengths = handle.context_parallel, handle.packed_multiple_of
     if lengths is None or (isinstance(layout, PrefixedLayout) and layout.new is None):
@@ -63,12 +61,10 @@ def layout_of(inputs: DecoderInputs, handle: PaddingRemoval) -> Layout | None:
     return layout.filled([n * (1 if group is None else group.size) for n in lengths])
 
 
-def _builder_of(
-    inputs: DecoderInputs, handle: PaddingRemoval
-) -> Callable[[DecoderInputs, PaddingRemoval], Layout | None] | None:
-    """The builder of a call's layout: [`_of_rows`], [`_shared`] or [`_tree`]; `None` if the call runs unchanged."""
+def _unfilled(inputs: DecoderInputs, handle: PaddingRemoval) -> Layout | None:
+    """[`layout_of`] without filler: [`_of_rows`], [`_shared`] or [`_tree`]."""
     if inputs.tree:
-        return _tree
+        return _tree(inputs, handle)
     batch, mask = inputs.batch, inputs.mask
     if CALL in inputs.arguments or any(inputs.arguments.get(name) is not None for name in CACHES):
         return None  # as in generation, or within a packed call
@@ -102,17 +98,17 @@ def _builder_of(
     if mask is not None:
         _check_mask(mask, batch)
     if not handle.prefix_sharing:
-        return _of_rows
+        return _of_rows(inputs, handle)
     by_embeddings = inputs.compared_ids is not None and not inputs.is_packed
     obstacle = None if by_embeddings else _sharing_obstacle(inputs)
     # `positions` show where the sequences of a pre-packed batch begin, so they cannot hold other keys as well.
     if obstacle is None and not (inputs.is_packed and _other_keys(inputs)):
-        return _shared
+        return _shared(inputs, handle)
     if handle.prefix_sharing is True and obstacle is not None:
         if handle.is_strict:
             raise UnpackableCallError("prefix sharing", obstacle)
         handle.say_once(f"Padding is removed from a call, but no prefix is shared. {obstacle}", "prefix sharing")
-    return _of_rows
+    return _of_rows(inputs, handle)
 
 
 def _of_rows(
