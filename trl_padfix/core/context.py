@@ -27,8 +27,7 @@ __all__ = [
 @dataclass(frozen=True)
 class Context:
     """
-    The running calls, and the settings that hold for them. A field is `None` while no such call runs; a function next
-    to the class of its values reads it.
+    The running calls, and the settings that hold for them. A field is `None` while no such call runs.
     """
 
     model: Any = None  # call of a model that padding is removed from
@@ -37,7 +36,7 @@ class Context:
     layer: Any = None  # call of a layer within a packed forward
     checkpoint: object = None  # state of checkpoints where the packed forward began, or was restored
     batch_cache: Any = None  # what the forwards of a loss have read from their tensors
-    planned: Any = None  # a batch, and the layout that its step has planned for it
+    planned: Any = None  # [`PlannedLayout`], which the running step has planned for its next forward
     runner: Any = None  # [`PartRunner`], which computes forwards of models in parts
     left_out: int = 0  # columns of the padded batch that its running part does not have
     own_checkpoint: bool = False  # whether the checkpoint around a forward is one of this package

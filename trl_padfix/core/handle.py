@@ -17,7 +17,6 @@ from transformers import PretrainedConfig
 from transformers.utils import logging
 
 from .anatomy import Anatomy, restore_attention
-from .call.batch_cache import planned_layout
 from .call.calls import LocalTokens, PackedCall, packed_call, rows_call
 from .context import context, in_backward
 from .errors import UnpackableCallError
@@ -265,7 +264,7 @@ class PaddingRemoval(Attachment):
             UnpackableCallError: `error` itself, if the handle is `strict`, or if the step shares prefixes across its
                 micro-batches: a padded micro-batch would compute these prefixes again, and leave others without them.
         """
-        planned = planned_layout()
+        planned = context().planned
         if self.is_strict or (planned is not None and isinstance(planned.layout, PrefixedLayout)):
             error.args = (self._named(str(error)),)
             raise error

@@ -24,7 +24,6 @@ from ..layout.layout import Layout
 
 __all__ = [
     "BatchVersion", "PlannedLayout", "TensorVersion", "batch_cache", "cache_of_call", "cached_layout", "on_host",
-    "planned_layout",
 ]  # fmt: skip
 
 
@@ -101,11 +100,6 @@ def batch_cache() -> AbstractContextManager[None]:
 def cache_of_call() -> AbstractContextManager[None]:
     """[`batch_cache`] for the modules of one call of a model, unless the call is in such a block."""
     return nullcontext() if context().batch_cache is not None else batch_cache()
-
-
-def planned_layout() -> PlannedLayout | None:
-    """The layout that the running step has planned for its next forward, if there is one."""
-    return context().planned
 
 
 def on_host(*tensors: torch.Tensor | None) -> list[Any]:

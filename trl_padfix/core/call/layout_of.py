@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from ..context import context
 from ..errors import PaddingRemovalError, UnpackableBatchError, UnpackableCallError
 from ..layout.build import packed_layout, padding_free_layout, prefix_sharing_layout, tree_layout
 from ..layout.layout import Layout, to_device_async
 from ..layout.shared_prefixes import PrefixedLayout
 from ..model.older import CACHES
 from .arguments import DecoderInputs, visual_mask
-from .batch_cache import cached_layout, on_host, planned_layout
+from .batch_cache import cached_layout, on_host
 from .calls import CALL
 
 
@@ -131,7 +132,7 @@ def _of_rows(
     """
     if inputs.is_packed:
         keys = inputs.positions  # they show where the sequences begin
-    planned = planned_layout()
+    planned = context().planned
     if planned is not None and keys is None and planned.batch.matches(inputs.ids if ids is None else ids, inputs.mask):
         return planned.layout
     assert inputs.batch is not None
