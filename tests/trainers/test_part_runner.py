@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from copy import copy
-from functools import partial
 from typing import Any
 
 import pytest
@@ -59,10 +58,10 @@ def test_the_models_own_loss_is_a_mean_over_the_labels_of_all_rows():
         rows = torch.stack(
             [model(**{k: v[i : i + 1] for k, v in call.items() if k != "use_cache"}).loss for i in range(6)]
         )
-        with within(runner=PartRunner(partial(RowSplitter, 14, False))):
+        with within(runner=PartRunner(RowSplitter(14, False))):
             split = model(**call).loss
         counted = copy(handle.stats)
-        with within(runner=PartRunner(partial(RowSplitter, 14, False))), torch.enable_grad():
+        with within(runner=PartRunner(RowSplitter(14, False))), torch.enable_grad():
             loss = model(**call).loss
         once = handle.stats.packed_tokens
         loss.backward()  # recomputes all sub-batches except one
@@ -73,7 +72,7 @@ def test_the_models_own_loss_is_a_mean_over_the_labels_of_all_rows():
 
 @pytest.mark.parametrize("of_reference", [torch.no_grad, torch.inference_mode])
 def test_the_parts_of_a_policy_have_gradients_also_if_a_reference_came_first(of_reference):
-    runner = PartRunner(partial(RowSplitter, 14, False))
+    runner = PartRunner(RowSplitter(14, False))
     embeds, mask = torch.randn(6, 5, 4, requires_grad=True), torch.ones(6, 5, dtype=torch.long)
     call = {"inputs_embeds": embeds * 2, "attention_mask": mask}
     with of_reference():
@@ -101,7 +100,7 @@ def test_an_unknown_loss_costs_one_sub_batch_once(monkeypatch):
 
     def rows_of_forwards(labels: torch.Tensor | None, **splitter: Any) -> list[int]:
         rows.clear()
-        with within(runner=PartRunner(partial(RowSplitter, 28, False, **splitter), loss_checks=checks)):
+        with within(runner=PartRunner(RowSplitter(28, False, **splitter), loss_checks=checks)):
             model(input_ids=ids, attention_mask=mask, labels=labels, use_cache=False)
         return rows
 
@@ -136,7 +135,7 @@ def test_outside_of_the_block_and_after_removal_nothing_is_split():
     first = attach_runner_patch(model)
     second = attach_runner_patch(model)  # replaces the first
     model(input_ids=ids, attention_mask=mask)
-    with within(runner=PartRunner(partial(RowSplitter, 20, False))):
+    with within(runner=PartRunner(RowSplitter(20, False))):
         model(input_ids=ids, attention_mask=mask, use_cache=False)
         second.remove()
         model(input_ids=ids, attention_mask=mask)
@@ -317,7 +316,7 @@ def test_arguments_without_a_row_for_each_row_are_not_cut():
     columns = torch.arange(3)
     call = {"input_ids": ids, "attention_mask": mask, "labels": ids, "position_ids": axes}
     call |= {"logits_to_keep": columns, "cache_position": columns}
-    batch = PartRunner(partial(RowSplitter, 8, sharing=False))._split(call)
+    batch = PartRunner(RowSplitter(8, sharing=False))._split(call)
     assert len(batch.inputs) == 2
     for rows, of_rows in zip(batch.parts.rows, batch.calls(call), strict=True):
         assert torch.equal(of_rows["labels"], ids[rows])
@@ -371,10 +370,10 @@ def test_a_loss_without_logits_has_the_balancing_loss_of_all_rows_once(num_items
         return torch.stack([output.loss, output.num_correct_tokens if counts else ids.new_ones(()), output.aux_loss])
 
     monkeypatch.setattr(model, "forward", head)
-    split = figures(PartRunner(partial(RowSplitter, 14, False)))
+    split = figures(PartRunner(RowSplitter(14, False)))
     assert_close(split, figures(None), terms=64, depth=32)
     monkeypatch.setattr(merged_output, "balancing_term", lambda model, output: 0.0)
-    wrong = figures(PartRunner(partial(RowSplitter, 14, False)))
+    wrong = figures(PartRunner(RowSplitter(14, False)))
     assert abs(wrong[0] - split[0]) > 0.1
     assert wrong[1] == split[1] > 0
 
@@ -382,7 +381,7 @@ def test_a_loss_without_logits_has_the_balancing_loss_of_all_rows_once(num_items
 def test_a_loss_of_another_kind_is_an_error(monkeypatch):
     model = build_experts("mixtral").train()
     monkeypatch.setattr(model.config, "num_experts_per_tok", 1)
-    runner = PartRunner(partial(RowSplitter, 14, False))
+    runner = PartRunner(RowSplitter(14, False))
     call = {"input_ids": (ids := torch.arange(2, 34).view(4, 8)), "attention_mask": torch.ones_like(ids)}
     refused = pytest.raises(ValueError, match=r"load-balancing loss of Mixtral\w+ is .* but their router logits")
     with remove_padding(model), attach_runner_patch(model), within(runner=runner), refused:

@@ -2,7 +2,6 @@
 
 import contextlib
 import weakref
-from functools import partial
 
 import pytest
 import torch
@@ -81,7 +80,7 @@ def planned(model, ids, mask, parts, budget=ENOUGH, gather=None, with_head=False
         plan = planning.plan_shared_prefixes(batches, budget, gather)
         rows = [torch.tensor(part) for part in parts]
         split = BatchParts(rows, [slice(None)] * len(rows), len(ids), 1, None, plan)
-        runner = PartRunner(RowSplitter, parts=split, with_head=with_head)
+        runner = PartRunner(RowSplitter(budget, True), parts=split, with_head=with_head)
         with within(runner=runner):
             yield runner, batches
 
@@ -167,7 +166,7 @@ def test_a_prefix_that_runs_through_the_head_has_no_load_balancing_loss(name, bu
 def in_one_forward(model, ids, mask, budget, across=True):
     """A loss that compares rows, whose forward is computed in sub-batches."""
     with remove_padding(model, prefix_sharing=True), attach_runner_patch(model), entered_tokens(model) as entered:
-        with within(runner=PartRunner(partial(RowSplitter, budget, True, lambda: across))):
+        with within(runner=PartRunner(RowSplitter(budget, True, lambda: across))):
             of_row = score(model, ids, mask, with_experts=True)
         (of_row.sort().values * torch.arange(float(len(ids)))).sum().backward()
     return of_row.detach(), take_gradients(model), sum(entered)
@@ -275,7 +274,7 @@ def test_sub_batches_without_gradients_free_a_prefix_after_its_last_user(monkeyp
         return states
 
     monkeypatch.setattr(prefix_schedule, "_run_prefix_forward", recorded)
-    splitter = partial(RowSplitter, 18, True, shares_across=lambda: True)
+    splitter = RowSplitter(18, True, shares_across=lambda: True)
     sharing = remove_padding(model, prefix_sharing=True)
     with torch.no_grad(), sharing, attach_runner_patch(model), within(runner=PartRunner(splitter)):
         score(model, ids, mask)
@@ -382,12 +381,12 @@ def test_a_run_prints_once_why_it_shares_less(case, tmp_path, capsys):
 def test_sub_batches_share_nothing_with_each_other_if_a_row_has_masked_tokens_between_real_ones(name):
     """A recurrent layer would run over them in a padded part, and not in the forward of a prefix."""
     model, (ids, mask) = build_family(name), batch("mixed")
-    splitter = partial(RowSplitter, 24, True, shares_across=lambda: True)
-    assert splitter().split(ids, mask).plan is not None
+    splitter = RowSplitter(24, True, shares_across=lambda: True)
+    assert splitter.split(ids, mask).plan is not None
     assert len(RowSplitter(10**3, True, shares_across=pytest.fail).split(ids, mask).rows) == 1  # it fits: nobody asks
     row = int(mask.sum(1).argmax())
     mask[row, mask[row].nonzero()[1]] = 0
-    assert splitter().split(ids, mask).plan is None
+    assert splitter.split(ids, mask).plan is None
     with remove_padding(model, prefix_sharing=True) as handle, attach_runner_patch(model):
         with handle.disabled():
             score(model, ids, mask).sum().backward()

@@ -18,7 +18,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -77,9 +77,8 @@ class PartRunner:
     Runs the forwards of models in parts.
 
     Args:
-        make_splitter (`Callable`):
-            Returns the [`RowSplitter`] of the step; called at the first forward of all rows. Forwards on the same
-            tensors are split the same way.
+        splitter ([`RowSplitter`]):
+            Splits the rows of a forward of all rows; forwards on the same tensors are split once.
         images ([`ImageCounts`], *optional*):
             Images of each row. Without them a forward of all rows with images is not split.
         loss_checks ([`LossChecks`], *optional*):
@@ -91,7 +90,7 @@ class PartRunner:
             norm.
     """
 
-    make_splitter: Callable[[], RowSplitter]
+    splitter: RowSplitter
     images: ImageCounts | None = None
     loss_checks: LossChecks = field(default_factory=LossChecks)
     parts: BatchParts | None = None
@@ -102,10 +101,6 @@ class PartRunner:
     _schedules: defaultdict[Any, list[PrefixSchedule]] = field(default_factory=partial(defaultdict, list), init=False)
     # The last ones: KTO's loss has two, which the reference gets after the policy.
     _batches: deque[_SplitBatch] = field(default_factory=partial(deque, maxlen=4), init=False)
-
-    @cached_property
-    def splitter(self) -> RowSplitter:
-        return self.make_splitter()
 
     def run(self, model: torch.nn.Module, forward: Callable[..., Any], call: dict[str, Any]) -> Any:
         """The output of `forward` for the rows of `call`: those of the running part, or all rows."""

@@ -210,7 +210,7 @@ class TokenBudget(Part):
         return within(runner=self._runner(images or None))
 
     def _runner(self, images: ImageCounts | None, parts: BatchParts | None = None) -> PartRunner:
-        return PartRunner(self._splitter, images, self._loss_checks, parts, with_head=is_sharded(self.trainer))
+        return PartRunner(self._splitter(), images, self._loss_checks, parts, with_head=is_sharded(self.trainer))
 
     def _splitter(self, by_part: bool = False) -> RowSplitter:
         trainer, handle, budget = self.trainer, self.trainer.padding.handle, self.budget
