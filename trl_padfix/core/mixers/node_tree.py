@@ -136,7 +136,7 @@ class NodeTree:
         fork_states = [state_after[fork] for fork in self.fork_tokens or []]
         # A dtype, because a tensor of an empty list would be float32.
         self._fork_states = torch.tensor(fork_states, dtype=torch.int64, device=self.device)
-        self._left_context: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+        self.with_left_context = cache(self._with_left_context)
 
     @property
     def is_flat(self) -> bool:
@@ -166,7 +166,7 @@ class NodeTree:
             self.prefix_states.record(key, x[fork_index])
         return run(x.index_select(0, index).transpose(0, 1).unsqueeze(0)).index_select(2, segment_index)
 
-    def with_left_context(self, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _with_left_context(self, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """
         Each segment after the `width` tokens before it on its path, as one row of `T + segments * width` tokens.
 
@@ -179,30 +179,27 @@ class NodeTree:
             prefix states the first and the last count from `num_prefix_states * width`: that many inputs of other
             forwards come before the packed tokens.
         """
-        if width not in self._left_context:
-            first, lengths = self.num_prefix_states * width, self.layout.queries.lengths
-            starts, segments, segment_places = list(accumulate(lengths, initial=0)), [], []
+        first, lengths = self.num_prefix_states * width, self.layout.queries.lengths
+        starts, segments, segment_places = list(accumulate(lengths, initial=0)), [], []
 
-            def context_up_to(parent: Parent) -> torch.Tensor:
-                if parent.kind == "none":
-                    return torch.full((width,), first + self.tokens)
-                if parent.kind == "prefix":
-                    return torch.arange(width) + parent.number * width
-                segment = bisect(starts, parent.number) - 1
-                # The segment has its own context in front, so the `width` tokens up to its token number `i` end at
-                # `width + i` and begin at `i + 1`.
-                begin = parent.number - starts[segment] + 1
-                return segments[segment][begin : begin + width]
+        def context_up_to(parent: Parent) -> torch.Tensor:
+            if parent.kind == "none":
+                return torch.full((width,), first + self.tokens)
+            if parent.kind == "prefix":
+                return torch.arange(width) + parent.number * width
+            segment = bisect(starts, parent.number) - 1
+            # The segment has its own context in front, so the `width` tokens up to its token number `i` end at
+            # `width + i` and begin at `i + 1`.
+            begin = parent.number - starts[segment] + 1
+            return segments[segment][begin : begin + width]
 
-            for n, (parent, length) in enumerate(zip(self.parent_tokens, lengths, strict=True)):
-                segment_places.append(torch.arange(length) + starts[n] + (n + 1) * width)
-                segments.append(torch.cat([context_up_to(parent), torch.arange(length) + first + starts[n]]))
-            forks = [context_up_to(Parent("packed", fork)) for fork in self.fork_tokens or []]
-            last_tokens = torch.stack(forks) if forks else torch.zeros(0, width).long()
-            indices = torch.cat(segments), torch.cat(segment_places), last_tokens
-            index, segment_index, fork_index = (x.to(self.device) for x in indices)
-            self._left_context[width] = index, segment_index, fork_index
-        return self._left_context[width]
+        for n, (parent, length) in enumerate(zip(self.parent_tokens, lengths, strict=True)):
+            segment_places.append(torch.arange(length) + starts[n] + (n + 1) * width)
+            segments.append(torch.cat([context_up_to(parent), torch.arange(length) + first + starts[n]]))
+        forks = [context_up_to(Parent("packed", fork)) for fork in self.fork_tokens or []]
+        last_tokens = torch.stack(forks) if forks else torch.zeros(0, width).long()
+        index, segment_index = torch.cat(segments), torch.cat(segment_places)
+        return index.to(self.device), segment_index.to(self.device), last_tokens.to(self.device)
 
     def scan(
         self,
