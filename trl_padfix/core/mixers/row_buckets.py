@@ -262,7 +262,6 @@ class DryRun:
         # Detached: a recomputation may come after the graph of the embeddings was freed, and only values are needed.
         arguments = {k: v for k, v in packed.items() if k != CALL}
         self.packed = tree_map_only(torch.Tensor, torch.Tensor.detach, arguments)
-        self.argument_names = set(packed)  # a copy, because a view of the keys would keep the packed call alive
 
     def __call__(self, rows: RowBuckets) -> list[LayerCalls]:
         """The arguments of the layers for the rows of each bucket."""
@@ -284,7 +283,7 @@ class DryRun:
             # Places beyond the end of a row repeat its last token; their positions continue, as at padding.
             arguments["position_ids"] = packed[..., rows.tokens[bucket]] + rows.overhang[bucket]
         fixed = {"attention_mask": mask_of_rows(rows.tokens[bucket], self.patch.module), "use_cache": False}
-        accepted = self.argument_names | parameters_of(type(self.patch.module).forward).keys()
+        accepted = self.packed.keys() | parameters_of(type(self.patch.module).forward).keys()
         arguments |= {k: v for k, v in fixed.items() if k in accepted}
         positions: Any = arguments.get("position_ids")
         return self._run(arguments, RowsCall(self.patch.module, positions, self.last_position))
