@@ -24,7 +24,6 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from .errors import require
 from .mixers.mixers import Mixers
-from .model.inspection import pools_by_token_id
 from .model.older import decoder_of
 from .model.positions import length_dependent_ropes, position_embeddings
 
@@ -93,11 +92,6 @@ class Anatomy:
     def has_virtual_tokens(self) -> bool:
         """Whether a PEFT adapter puts learned tokens before every row (prompt tuning, p-tuning)."""
         return any(config.is_prompt_learning for config in self.peft_configs)
-
-    @property
-    def pools_by_token_id(self) -> bool:
-        """Whether the model is a sequence classifier that finds the end of a row by the id of the pad token."""
-        return pools_by_token_id(self.pretrained)
 
     @property
     def head(self) -> nn.Module | None:

@@ -32,7 +32,7 @@ from .anatomy import (
 from .attention.attention import register_packed_attention
 from .errors import PaddingRemovalError, require
 from .handle import Lengths, PaddingRemoval, PrefixSharing, check_multiple, check_prefix_sharing
-from .model.inspection import parameters_of, runs_another, takes
+from .model.inspection import parameters_of, pools_by_token_id, runs_another, takes
 from .model.patching import PLACES, Attachment, ForwardPatch, RunnerPatch, patches_on
 from .model.positions import Numbering, length_dependent_ropes
 from .patches.decoder import DecoderPatch
@@ -187,7 +187,7 @@ def _refuse(model: nn.Module, anatomy: Anatomy, pool_last_token: bool) -> None:
             "Padding cannot be removed from this model: `query_expansion` scores tokens outside of the attention "
             "mask, which a packed forward does not compute. Set its `attend`, or leave the model padded."
         )
-    if pool_last_token and not anatomy.pools_by_token_id:
+    if pool_last_token and not pools_by_token_id(anatomy.pretrained):
         raise ValueError(
             "`pool_last_token=True` is for sequence classifiers that score one token of each row; "
             f"{type(anatomy.pretrained).__name__} does not."
@@ -222,7 +222,7 @@ def _patches(anatomy: Anatomy, handle: PaddingRemoval) -> Iterator[ForwardPatch]
         # Two patches: the model's forward has the labels, the call of the head has the states.
         yield LMHeadPatch(anatomy.pretrained, handle)
         yield HeadPatch(anatomy.head, handle)
-    if anatomy.pools_by_token_id:
+    if pools_by_token_id(anatomy.pretrained):
         yield PoolingPatch(anatomy.pretrained, handle)
     elif anatomy.head is None and "labels" in parameters_of(type(anatomy.pretrained).forward):
         yield TokenLabelsPatch(anatomy.pretrained, handle)

@@ -21,7 +21,7 @@ from ..anatomy import differentiates_in_parts, find_peft, pipeline_in
 from ..context import temporarily_set
 from ..handle import PaddingRemoval
 from ..layout.build import packed_layout, padding_free_layout
-from ..model.inspection import TRUSTED_MODELS, is_of, takes, takes_any_argument
+from ..model.inspection import TRUSTED_MODELS, is_of, pools_by_token_id, takes, takes_any_argument
 from ..patches.plan import batch_obstacle
 
 
@@ -135,7 +135,7 @@ def padded_batch(batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
 @contextlib.contextmanager
 def pooling_last_column(sample: Sample, handle: PaddingRemoval) -> Iterator[Sample]:
     """Make a classifier pool the last real token of each row, even if it mistakes that token for padding."""
-    if not handle.anatomy.pools_by_token_id:
+    if not pools_by_token_id(handle.anatomy.pretrained):
         yield sample
         return
     ids, mask = sample.ids, sample.mask
