@@ -31,9 +31,6 @@ from . import METHODS
 
 __all__ = ["Given", "check_given", "check_names", "declared_fields", "name_of", "read_given"]
 
-OF_COMMAND = {"config", "accelerate_config", "env", "dry_run", "attn_implementation", "tiny_model"}
-"""Names that no dataclass field declares."""
-
 BOOLEANS = ["yes", "true", "t", "y", "1", "no", "false", "f", "n", "0"]
 """Strings that the parser of transformers treats as flags."""
 
@@ -199,8 +196,9 @@ def declared_fields(method: str) -> dict[str, set[str]]:
 
     A few belong to other classes in the same files: the parser of the method's script finds these later.
     """
-    fields: dict[str, set[str]] = {name: set() for name in OF_COMMAND} | _declared_in(_config_files(method))
-    fields |= {"dry_run": {"bool"}, "env": {"dict"}, "tiny_model": {"None", "'tiny'", "'small'"}}
+    fields = _declared_in(_config_files(method))
+    # These are no fields of a configuration.
+    fields |= {"config": set(), "dry_run": {"bool"}, "env": {"dict"}, "tiny_model": {"None", "'tiny'", "'small'"}}
     fields |= {name: {"dict", "None"} for name in fields if name.endswith("_kwargs")}
     source = (_folder("transformers") / "modeling_utils.py").read_text("utf-8")
     attentions = {*map(repr, re.findall(r'"(\w+)": \w+_attention\w*_forward', source))}
