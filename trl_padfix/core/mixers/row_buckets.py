@@ -99,9 +99,9 @@ class RowBuckets:
         return (torch.cat(flat) if len(flat) > 1 else flat[0]).index_select(0, self.packed_from_rows).unsqueeze(0)
 
 
-def bucket_by_length(lengths: list[int], max_padding: float = MAX_BUCKET_PADDING) -> list[list[int]]:
+def bucket_by_length(lengths: list[int]) -> list[list[int]]:
     """
-    Indices of `lengths` in groups that, each padded to its longest, hold at most `max_padding` times their tokens.
+    Indices of `lengths` in groups: padded to its longest, each holds at most [`MAX_BUCKET_PADDING`] times its tokens.
 
     Example: the lengths `16 3 18 40 17` give `[[1], [0, 4, 2], [3]]`.
     """
@@ -109,7 +109,7 @@ def bucket_by_length(lengths: list[int], max_padding: float = MAX_BUCKET_PADDING
     total = 0
     # Ascending, so that each new row is the longest of its group and sets the padded length.
     for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
-        if groups and lengths[i] * (len(groups[-1]) + 1) <= max_padding * (total + lengths[i]):
+        if groups and lengths[i] * (len(groups[-1]) + 1) <= MAX_BUCKET_PADDING * (total + lengths[i]):
             groups[-1].append(i)
             total += lengths[i]
         else:
