@@ -127,7 +127,6 @@ EARLY = [
     *((["dpo", *RUN, f"--{flag}"], f"--{flag.split('=')[0]}: it must be at least ") for flag in WRONG.split()),
     (["dpo", *RUN, "--num_train_epochs=0"], "--num_train_epochs: it must be above 0, got 0."),
     (["dpo", *RUN, "--bf16", "--fp16"], "--fp16: `bf16` is true too. Set one of them to false."),
-    (["dpo", *RUN, "--f_divergence_type", "js"], "invalid choice: 'js' (choose from 'alpha_divergence', 'forward_kl'"),
     (["dpo", *RUN, "--lora_target_modules", "q_proj,v_proj"], "got 'q_proj,v_proj', write '.*(q_proj|v_proj)'."),
     (["dpo", *MODEL, "--dataset_name", "C:\\data"], "'C:\\\\data' here (/"),
     (["grpo", *PROMPTS, "--reward_funcs", "accuracy_reward"], "no column 'solution'; it has ['prompt']. The accuracy"),

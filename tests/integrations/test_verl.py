@@ -201,12 +201,9 @@ def test_steps_of_its_engines_are_the_same_with_fewer_tokens(kind, sharing, fold
     print(f"{computed / padded:.0%} of the padded tokens computed")
 
 
-def test_its_own_padding_removal_is_refused_beside_it(folder):
+def test_its_own_padding_removal_and_engines_that_build_another_model_are_refused(folder):
     with pytest.raises(PaddingRemovalError, match="Set `use_remove_padding=false`"):
         build_engine(folder, "actor", PLUGIN, use_remove_padding=True)
-
-
-def test_an_engine_that_builds_its_model_in_another_way_is_refused(folder):
     with pytest.raises(PaddingRemovalError, match=r"strategies \('fsdp', 'fsdp2'\), and 'fsdp_turbo' builds its own"):
         build_engine(folder, "actor", PLUGIN, strategy="fsdp_turbo")
 

@@ -117,6 +117,8 @@ def test_what_the_rows_of_a_batch_have_in_common_is_counted(kind, max_length, to
     assert own <= found.distinct <= 1.05 * own  # completions that begin alike are not looked for
     if kind == "texts":
         assert found.distinct == own
+        pairs = [2 * max(map(len, pair)) for pair in zip(sequences[::2], sequences[1::2], strict=False)]
+        assert batch_tokens(lengths, 2, order="file").padded == pytest.approx(sum(pairs) / len(pairs))
     single = batch_tokens(lengths, 1)
     assert (single.real == single.distinct) == (kind == "texts")
 

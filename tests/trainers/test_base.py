@@ -178,14 +178,11 @@ def test_a_class_of_a_module_can_be_pickled():
     assert pickle.loads(pickle.dumps(PaddingFreeTrainer)) is PaddingFreeTrainer
 
 
-def test_only_the_nearest_trainer_of_trl_has_a_counterpart():
+def test_only_the_nearest_trainer_of_trl_has_a_counterpart_and_a_class_that_was_made_is_made_again():
     experiment = type("GMPOTrainer", (trl.GRPOTrainer,), {"__module__": "trl.experimental.gmpo.gmpo_trainer"})
     for made in (padding_free_trainer(experiment), padding_free_trainer(trl.GRPOTrainer, task_class=Task)):
         assert not issubclass(made, trl_padfix.GRPOTrainer)
         assert made.task_class is Task
-
-
-def test_a_class_that_was_made_is_made_again_from_its_own():
     again = padding_free_trainer(padding_free_trainer(Trainer, strict=True), prefix_sharing="auto")
     assert again.fixed_settings == {"padding_free": True, "prefix_sharing": "auto"}
     assert again.__mro__[1:] == padding_free_trainer(Trainer).__mro__[1:]

@@ -119,11 +119,6 @@ LAST_BATCHES = {
 }
 
 
-def test_the_last_batch_keeps_its_first_rows():
-    found = {remainder: [kept(process, 2, remainder=remainder) for process in (0, 1)] for remainder in LAST_BATCHES}
-    assert found == LAST_BATCHES
-
-
 LEFT = [  # process, rows, and the state of the evaluation
     # Rows 0-2 are chosen, 3-5 rejected; of three pairs the first two are no duplicates.
     (1, 6, {"rows_per_item": 2, "remainder": 5}, [0, 1, 3, 4]),
@@ -139,6 +134,8 @@ LEFT = [  # process, rows, and the state of the evaluation
 
 
 def test_rows_that_are_no_duplicates_are_left():
+    found = {remainder: [kept(process, 2, remainder=remainder) for process in (0, 1)] for remainder in LAST_BATCHES}
+    assert found == LAST_BATCHES
     for process, rows, state, left in LEFT:
         assert kept(process, rows, **state) == (left, True), state
     batch = {"input_ids": torch.zeros(2, 4), "patches": torch.zeros(7, 5)}  # other rows: it stays as it is

@@ -204,9 +204,8 @@ def declared_fields(method: str) -> dict[str, set[str]]:
     attentions = {*map(repr, re.findall(r'"(\w+)": \w+_attention\w*_forward', source))}
     # None: a later transformers registers them elsewhere.
     fields |= dict.fromkeys(OPEN & fields.keys(), attentions | {"'auto'", "'eager'", "None"} if attentions else set())
-    for name in ("f_divergence_type", "importance_sampling_level", "loss_type"):
-        if compared := _compared(method, name):
-            fields[name] = fields[name] & {"None", "list"} | compared
+    if losses := _losses(method):
+        fields["loss_type"] = fields["loss_type"] & {"None", "list"} | losses
     source = (_folder("transformers") / "integrations/integration_utils.py").read_text("utf-8")
     if loggers := {repr(name) for name in re.findall(r'^    "(\w+)": \w+Callback,', source, re.MULTILINE)}:
         fields["report_to"] = {"None", "list", "'all'", "'none'"} | loggers
@@ -215,10 +214,10 @@ def declared_fields(method: str) -> dict[str, set[str]]:
     return fields
 
 
-def _compared(method: str, field: str) -> set[str]:
-    """The quoted values with which a trainer of TRL compares a field; none of a later TRL."""
+def _losses(method: str) -> set[str]:
+    """The quoted values with which a trainer of TRL compares its `loss_type`; none of a later TRL."""
     source = (_folder("trl") / f"trainer/{method}_trainer.py").read_text("utf-8") if not newer_trl() else ""
-    compared = re.findall(rf'{field} (?:==|(?:not )?in) ("\w+"|[\[({{][^\])}}]*)', source)
+    compared = re.findall(r'loss_type (?:==|(?:not )?in) ("\w+"|[\[({][^\])}]*)', source)
     return {repr(name) for values in compared for name in re.findall(r'"(\w+)"', values)}
 
 

@@ -194,9 +194,6 @@ class PaddingRemovalCallback(TrainerCallback):
         self._state: TrainerState | None = None  # of the current or last training
         self._run: _Run | None = None  # while it is attached
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}(prefix_sharing={self.prefix_sharing!r}, handles={self.handles})"
-
     @property
     def stats(self) -> PaddingStats | None:
         """Token counts of the packed forwards of the policy, in the last training."""

@@ -173,13 +173,15 @@ def batch_tokens(lengths: Lengths, size: int, *, order: str = "random") -> Batch
         size (`int`):
             Rows of a batch.
         order (`str`, *optional*, defaults to `"random"`):
-            How batches are formed: `"random"`, by `"prefix"` as `group_by_prefix` does, or by `"length"` as
-            transformers' `group_by_length` does.
+            How batches are formed: `"random"`, as in the `"file"`, by `"prefix"` as `group_by_prefix` does, or by
+            `"length"` as transformers' `group_by_length` does.
     """
     costs, tokens = lengths.costs(), lengths.kept_tokens
     draw = np.random.default_rng(0)
     epochs = [draw.permutation(len(lengths)) for _ in range(DRAWS if order == "random" else 1)]
-    if order == "prefix":
+    if order == "file":
+        epochs = [np.arange(len(lengths))]
+    elif order == "prefix":
         epochs = [epoch[group_rows(costs[epoch], size)] for epoch in epochs]
     elif order == "length":
         generator = torch.Generator().manual_seed(0)
@@ -202,6 +204,7 @@ class Verdict:
 
     batch_size: int
     trainer: str
+    # KTO's are not random.
     random: BatchTokens  # TRL's batches; of its own `padding_free` or packing (SFT only) the `real` ones
     grouped: BatchTokens  # rows of long shared prefixes together
     by_length: BatchTokens  # rows of about one length together
@@ -255,4 +258,5 @@ def advise(lengths: Lengths, *, trainer: str, batch_size: int) -> Verdict:
         [`Verdict`]
     """
     size = min(batch_size, len(lengths))
-    return Verdict(size, trainer, *(batch_tokens(lengths, size, order=o) for o in ("random", "prefix", "length")))
+    order = "file" if trainer == "kto" else "random"  # TRL's KTO reads rows in the order of the file
+    return Verdict(size, trainer, *(batch_tokens(lengths, size, order=o) for o in (order, "prefix", "length")))

@@ -168,10 +168,9 @@ def _findings(trainer: PaddingFreeTrainer, stats: PaddingStats, failed: ParityEr
     found |= {f"parity, {mode}, loss": outcome for mode, outcome in trainer.padding.loss_parity.items()}
     if failed is not None:
         found["FAILED"] = str(failed)
-    elif (reason := trainer.padding.why_padded) is not None:
-        found["PADDED"] = f"all steps would run padded. They have {reason}."
-    elif (reason := trainer.padding.why_eval_padded) is not None:
-        found["PADDED"] = f"evaluations would run padded. They have {reason}."
+    elif reason := trainer.padding.why_padded or trainer.padding.why_eval_padded:
+        padded = "all steps" if trainer.padding.why_padded else "evaluations"
+        found["PADDED"] = f"{padded} would run padded. They have {reason}."
     elif not trainer.padding.parity:
         settings = trainer.padding.settings
         why = "nothing was packed" if settings.parity_check else "`parity_check` is off"

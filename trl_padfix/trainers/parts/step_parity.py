@@ -138,8 +138,7 @@ class StepReport:
         if self.error:
             return f"on {self.items} the padded loss is {self.reference:.6g}, and without padding {self.error}"
         parts = []
-        for name in [PACKED, REFILLED][: len(self.found)]:
-            (loss, gradient), most = self.found[name]
+        for name, ((loss, gradient), most) in [*self.found.items()][:2]:  # the others only tell causes apart
             of_gradient = f", gradient by {gradient:.1e} (at most {most.gradient:.0e})" if self.has_gradient else ""
             parts.append(f"{name} {loss:.1e} (at most {most.mean:.0e}){of_gradient}")
         return f"on {self.items} {self.loss:.6g}, {self.arbiter} {self.reference:.6g}; {'; '.join(parts)}"
