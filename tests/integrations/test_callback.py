@@ -147,6 +147,7 @@ def test_a_loss_that_reads_padding_runs_padded(loss, equal, tmp_path, caplog):
     assert_same(trajectory(ours), trajectory(theirs))
     assert "your loss reads logits or states at padding" in caplog.text
     assert callback.stats.padded_forwards > callback.stats.forwards == equal // 2  # two for each batch of four
+    assert any("padfix/padded_forwards" in log for log in ours.state.log_history)
     unchecked, _ = train(tmp_path / "unchecked", loss, [PaddingRemovalCallback(parity_check=False)])
     with pytest.raises(AssertionError):  # the control
         assert_same(trajectory(unchecked), trajectory(theirs), rtol=1e-3)
@@ -215,7 +216,8 @@ def test_a_prediction_or_a_log_within_a_training_does_not_end_its_metrics(tmp_pa
                 trainer.predict(trainer.train_dataset.select(range(2)))
 
     callback = PaddingRemovalCallback()
-    trainer = build_trainer(tmp_path, Logs, callbacks=[callback, Predicts()], max_steps=3, logging_steps=1)
+    trainer = build_trainer(tmp_path, Logs, [callback, Predicts()], attach=False, max_steps=3, logging_steps=1)
+    assert trainer.predict(trainer.train_dataset).metrics["test_loss"] > 0  # before the training, too
     callback.attach(trainer)
     trainer.train()
     assert ["perf/tokens_per_second" in log for log in trainer.state.log_history if "loss" in log] == [True] * 3
@@ -271,11 +273,6 @@ BAD = {
     "compiled by the trainer": (build_model, BY_TRAINER, PaddingRemovalError, "Leave it uncompiled"),
     "compiled by its user": (build_compiled, {}, PaddingRemovalError, "Leave it uncompiled"),
 }
-
-
-def test_a_trainer_may_predict_before_it_trains(tmp_path):
-    trainer = build_trainer(tmp_path, callbacks=[PaddingRemovalCallback()], attach=False, max_steps=1)
-    assert trainer.predict(trainer.train_dataset).metrics["test_loss"] > 0
 
 
 def test_attach_adds_the_callback_and_takes_a_trainer(tmp_path):

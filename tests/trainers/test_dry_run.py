@@ -105,7 +105,7 @@ def test_a_loss_or_metrics_that_would_be_computed_padded_fail_it(padded, tmp_pat
     given = {"all steps": {"padding_free": True, "trainer_class": ReadingPadding}, "evaluations": of_metrics}
     assert not dry_run(make(tmp_path / "run", **given[padded]))
     table = " ".join(capsys.readouterr().out.split())
-    reads = {"all steps": "a loss that depends on padding", "evaluations": "metrics of an evaluation that read logits"}
+    reads = {"all steps": "a loss that depends on padding", "evaluations": "metrics that read logits"}
     assert f"PADDED {padded} would run padded. They have {reads[padded]}" in table
 
 

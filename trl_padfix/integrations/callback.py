@@ -431,9 +431,8 @@ class PaddingRemovalCallback(TrainerCallback):
         return new
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
-        # A user's loss may log, too.
-        is_of_loop = any(name == "loss" or name.endswith("_runtime") for name in logs or ())
-        if self._run is None or not is_of_loop:
+        # A user's loss may log, too; these are of the loop.
+        if self._run is None or not any(name == "loss" or name.endswith("_runtime") for name in logs or ()):
             return
         metrics = report_of(self._run.counters, self._run.mode, self.handles[0])
         if self._run.mode == "eval":

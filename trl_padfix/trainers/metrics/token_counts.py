@@ -60,11 +60,11 @@ class TokenCounter:
         sums = [x.cpu() for x in self.sums.values()]
         seconds, self.seconds, self.sums = self.seconds, 0.0, {}
         tokens, *of_forwards = torch.stack(sums).sum(0).tolist() if sums else [0]
-        if not tokens:
-            return {}
         counts = PaddingStats(*of_forwards)
+        if not (tokens or counts.padded_forwards):
+            return {}
         self.start()
-        metrics = {"perf/tokens_per_second": tokens / seconds} if seconds else {}
+        metrics = {"perf/tokens_per_second": tokens / seconds} if tokens and seconds else {}
         if handle is not None and counts.real_tokens:
             metrics["padfix/pad_fraction"] = counts.pad_fraction
             metrics["padfix/shared_fraction"] = counts.shared_fraction

@@ -30,12 +30,12 @@ def metric_of_padding(
     Returns:
         `str`, *optional*: `"`eval_accuracy` 0.25, with zeros at padding 0.5"`, or `None`.
     """
-    batches = few_items(trainer, inputs)[:1]  # none if the batch cannot be cut
     loss_only = loss_only or trainer.args.batch_eval_metrics  # such a `compute_metrics` keeps what it has seen
 
     def metrics(zeros: bool) -> dict[str, Any]:
-        # Copies, because a step may take entries out of its batch.
-        rows = [dict(batch) if isinstance(inputs, dict) else type(inputs)(dict(batch)) for batch in batches]
+        # No rows if the batch cannot be cut. Of its type, and new each time: a step may take entries out of its batch.
+        of_type = dict if isinstance(inputs, dict) else type(inputs)
+        rows = [*map(of_type, few_items(trainer, inputs)[:1])]
         with (
             without_packing(trainer.padding.handles, zeros=zeros),
             saved_state(trainer),

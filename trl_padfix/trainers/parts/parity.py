@@ -53,8 +53,8 @@ MIXES_ROWS = (
 )
 
 METRICS_READ_PADDING = (
-    "metrics of an evaluation that read logits at padding, which are zero without it: on a few rows {}. Mask by "
-    "`attention_mask`, or by labels other than -100, what your `prediction_step` or `compute_metrics` reads"
+    "metrics that read logits at padding, which are zero in a packed forward: on a few rows {}. In `prediction_step` "
+    "and `compute_metrics`, mask them by `attention_mask`, or use only labels other than -100"
 )
 
 NOT_COMPARED = "The loss of {} is not compared: its batches lack `input_ids` and `attention_mask`. Mask padding."
@@ -162,18 +162,20 @@ class Parity(Part):
     @contextlib.contextmanager
     def around_evaluation_loop(self, evaluation: Evaluation) -> Iterator[None]:
         trainer, padding, predict = self.trainer, self.trainer.padding, self.trainer.prediction_step
-        is_own = custom_method(trainer, {"prediction_step"}) is not None
+        own = custom_method(trainer, {"prediction_step"}) is not None
         functions = [predict, trainer.compute_metrics, trainer.preprocess_logits_for_metrics]
         if (functions := [(f, code_of(f)) for f in functions]) != self._metrics_functions:
             self._metrics_functions, padding.why_eval_padded = functions, None
             self._metrics_schedule = ParitySchedule(trainer, self.settings.parity_check, needs_padding=True)
 
         def compared(model: torch.nn.Module, inputs: Any, loss_only: bool | None, *args: Any, **kwargs: Any) -> Any:
-            if is_own or (trainer.compute_metrics is not None and not loss_only):
+            if own or (trainer.compute_metrics is not None and not loss_only):
                 self._compare_metrics(predict, inputs, loss_only)
             reason = padding.why_eval_padded
-            around = self.around_user_step(model, "eval") if is_own else contextlib.nullcontext()
-            with entered(handle.padded(reason) for handle in padding.handles if reason), around:
+            # Steps run padded, and count that. A method of the user may call the model outside of a step.
+            around = self.around_user_step(model, "eval") if own else contextlib.nullcontext()
+            padded = entered(handle.padded(reason) for handle in padding.handles if reason and own)
+            with temporarily_set(padding, why_padded=padding.why_padded or (None if own else reason)), padded, around:
                 return predict(model, inputs, loss_only, *args, **kwargs)
 
         with temporarily_set(trainer, prediction_step=compared):
