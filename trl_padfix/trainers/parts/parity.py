@@ -57,7 +57,9 @@ METRICS_READ_PADDING = (
     "and `compute_metrics`, mask them by `attention_mask`, or use only labels other than -100"
 )
 
-NOT_COMPARED = "The loss of {} is not compared: its batches lack `input_ids` and `attention_mask`. Mask padding."
+NOT_COMPARED = (
+    "The loss of {} is not compared: its batches lack `input_ids` and `attention_mask`. If it reads padding, mask it."
+)
 
 MOST_ZEROS = 50
 """Most steps without a gradient that are compared: a model may amplify rounding so much that no step has one."""
@@ -136,9 +138,8 @@ class Parity(Part):
         # A notebook has replaced the loss between two trainings, or an interrupt has ended the last step in a check.
         if loss_functions(self.trainer) != self._loss_functions or self._is_cut_off:
             self.attach_to_models()
-            step.why_padded = self.trainer.padding.task.why_padded(
-                step.inputs
-            )  # without the reason of the loss before
+            # Without the reason that the replaced loss had.
+            step.why_padded = self.trainer.padding.task.why_padded(step.inputs)
         self._is_cut_off = True
         if not self._first_steps:  # a user adds hooks between `__init__` and `train`
             for handle in self.trainer.padding.handles:
