@@ -7,6 +7,7 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import product
+from types import MethodType
 
 import pytest
 import torch
@@ -226,15 +227,16 @@ def test_a_loss_that_replaces_another_one_is_compared_once(tmp_path, capsys):
     assert not is_packed()
     Mine._compute_loss.__code__ = masked.__code__
     assert is_packed()
-    trainer.compute_loss = lambda *args, **_: losses(1)[0](None, *args)
-    assert not is_packed()
-    del trainer.compute_loss
-    assert is_packed()
+    for owner, loss in ((trainer, MethodType(losses(1)[0], trainer)), (trainer_class, losses(1)[0])):
+        owner.compute_loss = loss
+        assert not is_packed()
+        del owner.compute_loss
+        assert is_packed()
     batch = next(iter(trainer.get_train_dataloader()))
     with contextlib.suppress(ZeroDivisionError), trainer.observe_step(trainer.model, batch):
         raise ZeroDivisionError  # an error of a step, after its checks
     assert is_packed()
-    assert capsys.readouterr().out.count("parity ok, the trainer's own loss") == 3
+    assert capsys.readouterr().out.count("parity ok, the trainer's own loss") == 4
 
 
 @pytest.mark.parametrize("check", ["check_parity", "check_step"])

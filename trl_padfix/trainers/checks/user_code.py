@@ -162,8 +162,9 @@ def observe_loss(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def observe_user_loss(trainer: PaddingFreeTrainer) -> contextlib.AbstractContextManager[None]:
-    """A block in which a `compute_loss` that was set on the trainer itself runs within `observe_step`."""
-    if (of_user := vars(trainer).get("compute_loss")) is None:
+    """A block in which a `compute_loss` that was set on the trainer, or on its class, runs within `observe_step`."""
+    of_user = trainer.compute_loss
+    if getattr(of_user, "is_observed", False):
         return contextlib.nullcontext()
 
     @wraps(of_user)  # also for `custom_loss_name`, which still finds the user's function
