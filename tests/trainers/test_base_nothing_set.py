@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 import trl
-from accelerate.logging import MultiProcessAdapter
 from datasets import Dataset
 from kit.experimental_runs import build
 from kit.methods import DEFAULTS, make_trainer
@@ -93,7 +92,6 @@ def test_what_runs_of_an_experimental_trainer_is_listed(tmp_path):
 
 
 def test_a_configuration_of_trl_is_said_to_leave_the_steps_to_trl(tmp_path, caplog):
-    MultiProcessAdapter.warning_once.cache_clear()
     for library, times in ((trl_padfix, 0), (trl, 1)):
         make_trainer(trl_padfix, "DPO", tmp_path, args=library.DPOConfig(**SETTINGS, output_dir=str(tmp_path)))
         assert caplog.text.count("`args` is a `trl.DPOConfig`, so TRL's code computes every step") == times

@@ -263,5 +263,5 @@ def test_a_restored_trainer_says_so_splits_no_steps_and_has_its_own_training_ste
     trainer.restore_padding()
     assert "training_step" not in vars(trainer)
     trainer.train()
-    assert "This training runs padded: `restore_padding()` was called." in caplog.text
+    assert "`restore_padding()` was called: this trainer removes no padding." in caplog.text
     assert max(split) < min(rows)

@@ -256,7 +256,11 @@ def test_a_loss_that_a_trainer_of_trl_borrows_runs_there(tmp_path):
     class Theirs(trl.SFTTrainer):
         compute_loss = Mine.compute_loss
 
-    assert make_trainer(trl, "SFT", tmp_path, Theirs, max_steps=1).train().training_loss > 0
+    trainer = make_trainer(trl, "SFT", tmp_path, Theirs, max_steps=1)
+    assert trainer.train().training_loss > 0
+    vars(Mine.compute_loss)["__wrapped__"] = lambda *_, **__: 1 / 0  # as `%autoreload` does
+    with pytest.raises(ZeroDivisionError):
+        trainer.train()
 
 
 def test_trls_own_trainers_have_none():

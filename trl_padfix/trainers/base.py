@@ -164,7 +164,7 @@ class PaddingFreeMixin:
                     config.is_read = True
                 check_arguments(config, padding.settings, padding.task, init_kwargs)
             elif config is not None and not (isinstance(config, PackingConfig) or self.fixed_settings):
-                logger.warning_once(
+                logger.warning(
                     f"`args` is a `{type(config).__module__.partition('.')[0]}.{type(config).__name__}`, so "
                     "TRL's code computes every step. To remove padding, import the configuration from trl_padfix, "
                     "too, and set `padding_free=True`."
@@ -262,7 +262,8 @@ class PaddingFreeMixin:
         """A block in which TRL makes a data loader: every training and evaluation begins with one."""
         given, now = vars(self.padding.settings), vars(Settings.of(self.args, **self.fixed_settings))
         if late := [f"`{name}={now[name]}`" for name in given if now[name] != given[name]]:
-            raise ValueError(f"Changed after this trainer was made (or by {OFF}): {', '.join(late)}. Make a new one.")
+            by = f" by {OFF}" if is_off() else ""
+            raise ValueError(f"Changed{by} after this trainer was made: {', '.join(late)}. Make a new one.")
         with self.padding.in_use():
             self._follow_models()  # after `model_init`; data loaders read the handle of the model
             if is_training and self.padding.settings.changed:
@@ -357,7 +358,7 @@ class PaddingFreeMixin:
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         if self.padding.is_restored and self.padding.settings.padding_free:
-            logger.warning("This training runs padded: `restore_padding()` was called. To pack, make a new trainer.")
+            logger.warning("`restore_padding()` was called: this trainer removes no padding. Make a new one to pack.")
         with self.padding.in_use():
             return super().train(checkpoint_to_resume(resume_from_checkpoint, self.args.output_dir), *args, **kwargs)
 

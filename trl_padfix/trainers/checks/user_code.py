@@ -150,6 +150,7 @@ def observe_loss(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
     def in_step(
         self: PaddingFreeTrainer, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
+        compute_loss = vars(in_step)["__wrapped__"]  # `%autoreload` replaces it
         if not (vars(self).get("padding") and self.padding.parts):  # another trainer's, or none of our fields is set
             return compute_loss(self, model, inputs, *args, **kwargs)
         arguments = dict(zip(("return_outputs", "num_items_in_batch"), args, strict=False)) | kwargs
