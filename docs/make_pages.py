@@ -81,8 +81,8 @@ METRICS = """
 
 The fractions cover only packed forwards. In evaluation, each name begins with `eval_`.
 
-**Moved completions** (GRPO, RLOO, distillation): if you accumulate without a token budget, and the loss sums over
-rows, `prefix_sharing` moves completions of one prompt into one micro-batch. Means over batches (`entropy`, `kl`,
+**Moved completions** (GRPO, RLOO, distillation): with accumulation and no token budget, `prefix_sharing` moves a
+prompt's completions into one micro-batch (if the loss sums over rows). Means over batches (`entropy`, `kl`,
 `clip_ratio`) then differ from TRL's.
 
 ## Flags and environment
@@ -92,16 +92,14 @@ rows, `prefix_sharing` moves completions of one prompt into one micro-batch. Mea
 | `trl-padfix doctor` | shows what runs here (or `--json`); exits with status 1 if `--model` or `--attn` cannot run |
 | `--dry_run` | [checks the first batch](numbers.md#in-your-run) without training |
 | `--dataset_name`, `datasets` | [your data](../recipes/README.md) |
-| `--prefix_sharing false` | switches a field of a YAML off |
 | `--tiny_model tiny` or `small` | trains a random Qwen2 |
 | `--resume_from_checkpoint` | takes `latest` or a folder ([resume](../recipes/README.md#resume)) |
 | `--accelerate_config` | takes a file, or a name of TRL's; flags of `accelerate launch` work too, also in YAML |
 | `trl-padfix --debug COMMAND` or `TRL_PADFIX_DEBUG=1` | shows the traceback of every error |
 | `TRL_PADFIX_OFF=1` | lets TRL's code compute every step |
 
-Set `TRL_PADFIX_OFF=1` before you make the trainer. With a warning, it turns off
-`padding_free`, `prefix_sharing`, `max_tokens_per_batch`, `packed_multiple_of`, `group_by_prefix`, `pool_last_token`,
-`remove_padding` and the callback.
+Set `TRL_PADFIX_OFF=1` before you make the trainer. With a warning, it turns off the fields of computation,
+`pool_last_token`, `remove_padding` and the callback.
 """
 
 MADE = "<!-- Made by docs/make_pages.py; do not edit. -->\n\n"

@@ -14,7 +14,7 @@ import yaml
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
-from trl_padfix import build_tiny
+from trl_padfix import build_tiny, dry_run
 
 
 ROOT = Path(__file__).parents[2]
@@ -63,12 +63,18 @@ def blocks(page: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_the_code_after_a_script_trains_packed(tmp_path, monkeypatch, capsys):
-    script, more = blocks("guides/reward.md")
-    printed = run(
-        f"{script}\n{more}\nprint(type(trainer).__name__, trainer.padding.stats)", tmp_path, monkeypatch, capsys
-    )
-    assert re.search(r"KTOTrainer PaddingStats.*shared_forwards=[1-9]\d*, padded_forwards=0\)$", printed.strip())
+@pytest.mark.parametrize("kind", ["KTO", "MyGRPO"])
+def test_another_trainer_in_a_script_trains_packed(kind, tmp_path, monkeypatch, capsys):
+    if kind == "KTO":
+        shuffled = re.search(r"`train_dataset=(unpair_.*?)`", (DOCS / "guides/reward.md").read_text())[1]
+        script = SCRIPTS["reward"][0].replace("Reward", "KTO").replace("dataset=pairs", f"dataset={shuffled}")
+        script = f"from trl.data_utils import unpair_preference_dataset\n{script}"
+    else:
+        script = replaced(
+            SCRIPTS["grpo"][0], {"trainer = GRPO": f"{blocks('guides/own_loss.md')[-1]}\ntrainer = MyGRPO"}
+        )
+    printed = run(f"{script}\nprint(type(trainer).__name__, trainer.padding.stats)", tmp_path, monkeypatch, capsys)
+    assert re.search(rf"{kind}Trainer PaddingStats.*shared_forwards=[1-9]\d*, padded_forwards=0\)$", printed.strip())
 
 
 @pytest.mark.slow
@@ -183,36 +189,23 @@ def test_a_guide_is_short_and_claims_no_speed_up():
 
 
 @pytest.mark.slow
-def test_the_page_of_numbers_shows_a_failed_check_and_its_remedy(tmp_path, monkeypatch, capfd, caplog):
-    page = (DOCS / "numbers.md").read_text()
-    fails = "loss = " + re.search(r"returns `(-logps[^`]*)`", page)[1]
-    remedy = re.search(r"```python\n(seen = .*?)\n```", page, re.DOTALL)[1].replace("\n", "\n        ")
-    (printed,) = re.findall(r"The loss on 4 rows [\d.]+, padded [\d.]+", page)
-    printed = re.escape(printed).replace(re.escape("..."), r"\d*")
-    own = """
-class Own(SFTTrainer):
-    def compute_loss(self, model, inputs, **kwargs):
-        ids, mask = inputs["input_ids"], inputs["attention_mask"]
-        logits = model(input_ids=ids, attention_mask=mask).logits
-        logps = logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
-        LOSS
-        return loss
-
-from trl_padfix import dry_run
-
-args.max_steps, args.padding_side = 1, "SIDE"
-trainer = Own(folder, args=args, train_dataset=dialogues)
-assert dry_run(trainer) is EXPECTED
-"""
-    script = SCRIPTS["sft"][0].split("trainer = ")[0]
+def test_the_guide_to_losses_shows_a_failed_check(tmp_path, monkeypatch, capfd, caplog):
+    page = (DOCS / "guides/own_loss.md").read_text()
+    fails, (printed,) = (
+        re.search(r"`(loss = -logps.*?)`", page)[1],
+        re.findall(r"The loss on 4 rows .*?, padded [\d.]+", page),
+    )
+    masks = re.search(r"        (loss = .*seen.sum\(\))", page)[1]
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     monkeypatch.chdir(tmp_path)
-    for loss, side, expected in ((fails, "right", "False"), (remedy, "right", "True"), (remedy, "left", "True")):
-        capfd.readouterr()
+    for loss, side in ((fails, "right"), (masks, "right"), (masks, "left")):
         caplog.clear()
+        capfd.readouterr()
         scope = {"__name__": "__main__"}
-        exec(script + replaced(own, {"LOSS": loss, "SIDE": side, "EXPECTED": expected}), scope)
+        changes = {masks: loss, "report_to": f'padding_side="{side}", max_steps=1, report_to', "trainer.train()": ""}
+        exec(replaced(SCRIPTS["own_loss"][0], changes), scope)
+        assert dry_run(scope["trainer"]) is (loss is masks)
         scope["trainer"].train()
         said = caplog.text + "".join(capfd.readouterr())
         assert ("A forward of Qwen2Model runs padded" in said) == (loss is fails)
-        assert bool(re.search(printed, said)) == (loss is fails)
+        assert bool(re.search(re.escape(printed).replace(re.escape("..."), r"\d*"), said)) == (loss is fails)
