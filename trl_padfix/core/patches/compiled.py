@@ -78,33 +78,24 @@ class Segments(NamedTuple):
     window: int | None
 
 
-def compile_layers(
-    handle: PaddingRemoval,
-    *,
-    backend: str = "inductor",
-    mode: str | None = None,
-    compiled: dict[Any, Callable] | None = None,
-) -> dict[str, str]:
+def compile_layers(handle: PaddingRemoval, *, backend: str, mode: str | None = None) -> dict[str, str]:
     """
     Compile the decoder layers of an attached model for its packed forwards.
 
     Args:
         handle ([`PaddingRemoval`]):
             The handle of the model.
-        backend (`str`, *optional*, defaults to `"inductor"`):
+        backend (`str`):
             As for [`torch.compile`].
         mode (`str`, *optional*):
             As for [`torch.compile`].
-        compiled (`dict`, *optional*):
-            Compiled forwards by the kind of their layer, for several models of one class. The forwards of this handle
-            are added.
 
     Returns:
         `dict[str, str]`: the layers that run uncompiled, by name, each with the reason. A warning names them, too.
     """
     ALL_ATTENTION_FUNCTIONS.register(COMPILED, attend_compiled)
     register_mask_function(COMPILED, describe_mask)
-    patches, uncompiled, functions = [], {}, {} if compiled is None else compiled
+    patches, uncompiled, functions = [], {}, {}
     for name, layer in handle.anatomy.mixers.layers.items():
         if not any(uses_attention_interface(m) for m in layer.modules()):
             continue
