@@ -40,21 +40,6 @@ def keys_of_segments(layout: Layout) -> list[list[int]]:
     return [keys.tolist() for keys in layout.key_index.split(layout.keys.lengths)]
 
 
-def test_padding_free_layout_keeps_every_real_token_in_order():
-    layout = padding_free_layout(torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1], [1, 0, 0, 0], [0, 1, 1, 0]]))
-
-    assert layout.batch_shape == (4, 4)
-    assert layout.real_index.tolist() == [2, 3, 4, 5, 6, 7, 8, 13, 14]
-    assert layout.packed_index.tolist() == [2, 3, 4, 5, 6, 7, 8, 13, 14]
-    assert layout.positions.tolist() == [0, 1, 0, 1, 2, 3, 0, 0, 1]
-    assert layout.source is None
-    assert layout.key_index is None
-    assert layout.queries.lengths == layout.keys.lengths == layout.spans == (2, 4, 1, 2)
-    assert layout.queries.cu_seqlens.tolist() == layout.keys.cu_seqlens.tolist() == [0, 2, 6, 7, 9]
-    assert layout.queries.cu_seqlens.dtype == layout.keys.cu_seqlens.dtype == torch.int32
-    assert (layout.padded_tokens, layout.real_tokens, layout.packed_tokens) == (16, 9, 9)
-
-
 def test_prefix_sharing_layout_is_a_prefix_tree():
     layout = prefix_sharing_layout(IDS, MASK)
 
@@ -71,24 +56,6 @@ def test_prefix_sharing_layout_is_a_prefix_tree():
     assert layout.keys.cu_seqlens.tolist() == [0, 2, 6, 9, 11, 13]
     assert (layout.padded_tokens, layout.real_tokens, layout.packed_tokens) == (24, 16, 8)
     assert (layout.queries.longest, layout.keys.longest) == (2, 4)
-
-
-def test_rows_share_only_what_has_the_same_places():
-    ids = torch.tensor([[1, 2, 3, 4], [1, 9, 2, 3]])
-    mask = torch.tensor([[1, 1, 1, 1], [1, 0, 1, 1]])  # 1-2-3-4, and 1-2-3 with a hole behind the 1
-
-    layout = prefix_sharing_layout(ids, mask)
-
-    assert pack(ids, layout).tolist() == [[1, 2, 3, 4, 2, 3]]
-    assert layout.positions.tolist() == [0, 1, 2, 3, 2, 3]
-    assert (layout.queries.lengths, layout.keys.lengths, layout.spans) == ((4, 2), (4, 3), (4, 4))
-    assert keys_of_segments(layout) == [[0, 1, 2, 3], [0, 4, 5]]
-
-
-def test_packed_index_of_finds_the_token_that_computes_a_real_token():
-    index = torch.tensor([18, 6, 0, 21])  # ids 2, 5, 1 and 2 of rows 4, 1, 0 and 5
-    assert prefix_sharing_layout(IDS, MASK).packed_index_of(index).tolist() == [1, 4, 0, 7]
-    assert padding_free_layout(MASK).packed_index_of(index).tolist() == [12, 6, 0, 15]
 
 
 REFUSED_MASKS = [
