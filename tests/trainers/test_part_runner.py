@@ -145,15 +145,6 @@ def test_outside_of_the_block_and_after_removal_nothing_is_split():
     assert not first.enabled
 
 
-def test_all_processes_have_as_many_sub_batches_as_the_one_with_most():
-    ids, mask = batch()
-    sub_batches = (
-        RowSplitter(10**6, True, sync_count=lambda count: max(count, 4) if count > 0 else count).split(ids, mask).rows
-    )
-    assert len(sub_batches) == 4
-    assert sorted(torch.cat(sub_batches).tolist()) == list(range(6))
-
-
 # GRPO
 
 
