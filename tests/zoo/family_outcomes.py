@@ -164,8 +164,8 @@ def trees_without_parents() -> Iterator[None]:
 
     def without_parents(self: NodeTree, layout: Layout, prefix_states: Any) -> None:
         build_tree(self, layout, prefix_states)
-        for scan in map(self.scan_of, (False, True)):
-            scan.levels[:] = [[block._replace(parents=None) for block in level] for level in scan.levels]
+        for levels, _ in map(self.order_of, (False, True)):
+            levels[:] = [[block._replace(parents=None) for block in level] for level in levels]
 
     with mock.patch.object(NodeTree, "__init__", without_parents):
         yield

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -445,20 +445,7 @@ def _parents_of_tokens(cu_q: torch.Tensor, path_index: torch.Tensor, cu_k: torch
     return parent
 
 
-class SortedRows(NamedTuple):
-    """
-    Rows in sorted order.
-
-    Attributes:
-        order (`list[int]`): Row numbers, sorted by the content of the rows.
-        shared (`list[int]`): Tokens that each sorted row has in common with the one before: an LCP array.
-    """
-
-    order: list[int]
-    shared: list[int]
-
-
-def sort_by_keys(keys_R: list[torch.Tensor], lengths: list[int]) -> SortedRows:
+def sort_by_keys(keys_R: list[torch.Tensor], lengths: list[int]) -> tuple[list[int], list[int]]:
     """
     Sort rows by the keys that identify their tokens.
 
@@ -471,7 +458,8 @@ def sort_by_keys(keys_R: list[torch.Tensor], lengths: list[int]) -> SortedRows:
             Tokens of each row.
 
     Returns:
-        [`SortedRows`].
+        `tuple[list[int], list[int]]`: the numbers of the rows in sorted order, and the tokens that each sorted row has
+        in common with the one before (an LCP array).
 
     Example: the rows 1-2-3-4, 1-6 and 1-2-5 in the order 1-2-3-4, 1-2-5, 1-6.
 
@@ -479,7 +467,7 @@ def sort_by_keys(keys_R: list[torch.Tensor], lengths: list[int]) -> SortedRows:
     >>> import torch
 
     >>> sort_by_keys([torch.tensor([1, 2, 3, 4, 1, 6, 1, 2, 5])], [4, 2, 3])
-    SortedRows(order=[0, 2, 1], shared=[0, 2, 1])
+    ([0, 2, 1], [0, 2, 1])
 
     ```
     """
@@ -493,12 +481,12 @@ def sort_by_keys(keys_R: list[torch.Tensor], lengths: list[int]) -> SortedRows:
     return sort_rows([content[begin:end] for begin, end in pairwise([0, *ends])], width)
 
 
-def sort_rows(rows: Sequence[bytes], width: int) -> SortedRows:
+def sort_rows(rows: Sequence[bytes], width: int) -> tuple[list[int], list[int]]:
     """[`sort_by_keys`] for rows that are bytes already, `width` bytes for each token."""
     order = sorted(range(len(rows)), key=rows.__getitem__)
     pairs = pairwise(rows[row] for row in order)
     # Equal bytes may end within a token; the floor division drops such a part.
-    return SortedRows(order, [0] * bool(order) + [common_bytes(before, row) // width for before, row in pairs])
+    return order, [0] * bool(order) + [common_bytes(before, row) // width for before, row in pairs]
 
 
 def common_bytes(a: bytes, b: bytes) -> int:

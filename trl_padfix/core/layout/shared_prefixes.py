@@ -175,10 +175,8 @@ def plan_shared_prefixes(
         prefix.recompute |= any(other.recompute and other.last_user == prefix.last_user for other in prefixes[:n])
     owner = _prefix_of_token(tree.tokens, prefixes)
     for n, prefix in enumerate(prefixes):
-        fork_tokens = tree.fork_tokens(owner, n, prefix.tokens)
         users = (prefix.first_user, prefix.last_user) if prefix.recompute else (prefix.first_user,)
-        layouts = {i: replace(tree.layout(i, owner, prefixes, prefix=n), fork_tokens=fork_tokens) for i in users}
-        prefix.layouts.update(layouts)
+        prefix.layouts.update({i: tree.layout(i, owner, prefixes, prefix=n) for i in users})
     micro_batches = {i: tree.layout(i, owner, prefixes) for i in range(len(batches))}
     if gather is not None:  # every micro-batch calls the layers, to join the collectives of other processes
         micro_batches = {i: x.filled(1) if x.new is None else x for i, x in micro_batches.items()}
@@ -352,6 +350,7 @@ class _StepPrefixTree:
             new=self._new_tokens(paths, packed_number, len(read_tokens), index_maps),
             prefixes=tuple(prefixes),
             is_prefix=prefix >= 0,
+            fork_tokens=self.fork_tokens(owner, prefix, shared[prefix].tokens) if prefix >= 0 else (),
         )
 
     def _paths_of(

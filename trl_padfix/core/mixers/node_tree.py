@@ -65,29 +65,6 @@ class NodeBlock(NamedTuple):
     cu_seqlens: torch.Tensor | None = None
 
 
-class Scan(NamedTuple):
-    """
-    The order in which a kernel computes the nodes of a tree.
-
-    Attributes:
-        levels (`list[list[NodeBlock]]`):
-            The nodes by depth, roots first: in blocks of about equal length, or for variable-length kernels in one
-            block for each depth.
-        packed_index (`torch.Tensor` of shape `(T,)`):
-            Index of each packed token in the outputs of all blocks, flattened and concatenated.
-    """
-
-    levels: list[list[NodeBlock]]
-    packed_index: torch.Tensor
-
-    @classmethod
-    def of(cls, levels: list[list[NodeBlock]], T: int, device: torch.device) -> Scan:
-        """The scan of these blocks on `device`, for a packed row of `T` tokens."""
-        tokens = torch.cat([block.tokens.flatten() for level in levels for block in level])
-        # The inverse permutation; the fillers, numbered `T`, come last.
-        return tree_map_only(torch.Tensor, lambda x: x.to(device), cls(levels, tokens.argsort()[:T]))
-
-
 class NodeTree:
     """
     The nodes of a layout, level by level.
@@ -127,11 +104,19 @@ class NodeTree:
             return NodeBlock(pad_sequence(tokens, batch_first=True, padding_value=T), parent_states)
 
         @cache
-        def scan_of(is_varlen: bool) -> Scan:
-            blocks = [[[*chain(*level)]] if is_varlen else level for level in levels]
-            return Scan.of([[block(members, is_varlen) for members in level] for level in blocks], T, self.device)
+        def order_of(is_varlen: bool) -> tuple[list[list[NodeBlock]], torch.Tensor]:
+            """
+            The order in which a kernel computes the nodes: by depth, roots first, in blocks of about equal length (for
+            variable-length kernels in one block for each depth). Then the index `(T,)` of each packed token in the
+            outputs of all blocks, flattened and concatenated.
+            """
+            members = [[[*chain(*level)]] if is_varlen else level for level in levels]
+            blocks = [[block(nodes_of_block, is_varlen) for nodes_of_block in level] for level in members]
+            # The inverse permutation; the fillers, numbered `T`, come last.
+            packed_index = torch.cat([x.tokens.flatten() for x in chain(*blocks)]).argsort()[:T]
+            return tree_map_only(torch.Tensor, lambda x: x.to(self.device), (blocks, packed_index))
 
-        self.scan_of = scan_of
+        self.order_of = order_of
         state_after = {node[-1]: number[Parent("packed", n)] for n, node in enumerate(nodes)}
         fork_states = [state_after[fork] for fork in self.fork_tokens or []]
         # A dtype, because a tensor of an empty list would be float32.
@@ -219,14 +204,14 @@ class NodeTree:
         and, `with_states`, a final state for each node. `key` names the call: under it, states are recorded for other
         forwards, and the states of other forwards are read.
         """
-        scan = self.scan_of(is_varlen)
+        levels, packed_index = self.order_of(is_varlen)
         sources = [x[0] if is_varlen else with_zero(x[0]) for x in inputs]
         outputs, states = [], []
         if self.num_prefix_states:  # the prefix states and the state of zeros, in the order of their numbers
             prefix_states = self.prefix_states.initial_states(key)
             states = [prefix_states, torch.zeros_like(prefix_states[:1])]
-        for depth, level in enumerate(scan.levels, start=1):
-            is_last = depth == len(scan.levels) and self.fork_tokens is None  # no node continues from this level
+        for depth, level in enumerate(levels, start=1):
+            is_last = depth == len(levels) and self.fork_tokens is None  # no node continues from this level
             computed_states: Any = torch.cat(states) if states else None
             for block in level:
                 chunks = [x.index_select(0, block.tokens.flatten()).unflatten(0, block.tokens.shape) for x in sources]
@@ -237,7 +222,7 @@ class NodeTree:
                     states.append(final)
         if self.fork_tokens is not None:
             self.prefix_states.record(key, torch.cat(states).index_select(0, self._fork_states))
-        return torch.cat(outputs).index_select(0, scan.packed_index).unsqueeze(0)
+        return torch.cat(outputs).index_select(0, packed_index).unsqueeze(0)
 
 
 def tree_of(call: PackedCall) -> NodeTree:
