@@ -23,7 +23,7 @@ from transformers.models.qwen2 import modeling_qwen2
 from zoo.vision_families import build_vision
 
 import trl_padfix
-from trl_padfix import DPOConfig, remove_padding
+from trl_padfix import DPOConfig
 from trl_padfix.core.anatomy import restore_attention, set_attention
 from trl_padfix.trainers.parts.attention_choice import _attention_dtype, load_model_config
 
@@ -145,8 +145,6 @@ def test_a_model_that_cannot_be_switched_is_an_error(make, monkeypatch):
     monkeypatch.setattr(PreTrainedModel, "_can_set_attn_implementation", classmethod(lambda cls: False))
     with pytest.raises(ValueError, match=r"cannot be switched to `attn_implementation='eager'`.*runs with 'sdpa'"):
         make("DPO", {"attn_implementation": "eager"}, model=model, ref_model=build_model())
-    with pytest.raises(ValueError, match="`attn_implementation='auto'` is for the trainers"):
-        remove_padding(build_model(), attn_implementation="auto")
 
 
 # Refused before weights are loaded

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import peft
 import pytest
 import torch
 from kit.tolerance import assert_close, assert_gradients_close
@@ -19,15 +18,6 @@ SHARING = pytest.mark.parametrize("sharing", [False, True], ids=["padding_free",
 SIDES = ("left", "right", "holes")
 REAL = sum(map(len, ROWS))
 DISTINCT = len({tuple(row[: n + 1]) for row in ROWS for n in range(len(row))})
-
-
-def lora(model: torch.nn.Module) -> peft.PeftModel:
-    """LoRA whose two matrices are both random, so that each has a gradient."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
-        return peft.get_peft_model(
-            model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
-        )
 
 
 def checkpointed(model: torch.nn.Module, reentrant: bool) -> torch.nn.Module:

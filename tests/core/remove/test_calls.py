@@ -10,9 +10,9 @@ import torch
 import transformers
 from kit.observe import CACHE
 from kit.tolerance import assert_close
-from peft import PromptTuningConfig, get_peft_model
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from zoo.families import build as build_family
-from zoo.model_numbers import DISTINCT, REAL, assert_equal_where_real, logits_of, lora
+from zoo.model_numbers import DISTINCT, REAL, assert_equal_where_real, logits_of
 from zoo.models import COLUMNS, batch, build, padded_positions
 
 from trl_padfix import remove_padding
@@ -132,8 +132,8 @@ def test_router_logits_and_balancing_loss_are_those_of_the_padded_batch():
 
 def test_wrappers_and_bare_decoders_are_found():
     ids, mask = batch("left")
-    model = build("qwen2")
-    for wrapper in (torch.nn.Sequential(model), model.model, torch.nn.ModuleDict({"policy": lora(build("qwen2"))})):
+    model, policy = build("qwen2"), get_peft_model(build("qwen2"), LoraConfig())
+    for wrapper in (torch.nn.Sequential(model), model.model, torch.nn.ModuleDict({"policy": policy})):
         with remove_padding(wrapper, prefix_sharing=True) as handle:
             handle.decoder(ids, mask)
             assert handle.stats.packed_tokens == DISTINCT
