@@ -44,10 +44,10 @@ def build_accelerator(process: int = 0, processes: int = 1, remainder: int = -1,
     )
 
 
-def build_part(accelerator: Any = None, exact: bool = True, **attributes: Any) -> ExactMeans:
+def build_part(accelerator: Any = None, **attributes: Any) -> ExactMeans:
     trainer = StandIn(
         accelerator=accelerator or build_accelerator(),
-        padding=SimpleNamespace(settings=Settings(exact_eval_means=exact), task=Task()),
+        padding=SimpleNamespace(settings=Settings(exact_eval_means=True), task=Task()),
         _metrics={"eval": {}},
         compute_metrics=None,
         args=SimpleNamespace(eval_batch_size=2),
@@ -59,17 +59,15 @@ def build_part(accelerator: Any = None, exact: bool = True, **attributes: Any) -
     return made
 
 
-def run_step(
-    part: ExactMeans, rows: int, loss: float, *, mode: str = "eval", tokens: int = 1, **logged: float
-) -> Step:
+def run_step(part: ExactMeans, rows: int, loss: float, *, tokens: int = 1, **logged: float) -> Step:
     """A step on `rows` rows with `tokens` tokens each, in which TRL appends `logged` to its metrics."""
     ids = torch.zeros(rows, 4, dtype=torch.int64)
     mask = torch.zeros(rows, 4, dtype=torch.int64)
     mask[:, :tokens] = 1
-    step = Step(None, {"input_ids": ids, "mask": mask}, mode, 0, part.trainer.padding.task)
-    with part.around_step(step) if part.acts_in_steps() else nullcontext():
+    step = Step(None, {"input_ids": ids, "mask": mask}, "eval", 0, part.trainer.padding.task)
+    with part.around_step(step):
         for name, value in logged.items():
-            part.trainer._metrics[mode].setdefault(name, []).append(value)
+            part.trainer._metrics["eval"].setdefault(name, []).append(value)
         step.result = torch.tensor(loss)
     return step
 

@@ -214,7 +214,7 @@ class PaddingFreeMixin:
         for part in self.padding.parts:
             part.attach_to_models()
         self.padding.pause_or_resume()
-        self.padding.in_steps = tuple(part for part in self.padding.parts if part.acts_in_steps())
+        self.padding.in_steps = self.padding.parts
 
     def _follow_models(self) -> None:
         """Attach again if `model_init` has made another model, or if another trainer has taken the models."""

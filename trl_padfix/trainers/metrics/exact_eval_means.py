@@ -30,6 +30,9 @@ class ExactMeans(Part):
         self._sums: dict[str, torch.Tensor] = {}
         """By name of the loss or metric, the sum over all items and their number, `(2,)`."""
 
+    def acts(self) -> bool:
+        return self.settings.exact_eval_means
+
     def on_init_end(self) -> None:
         """
         Raises:
@@ -37,7 +40,7 @@ class ExactMeans(Part):
         """
         trainer, args = self.trainer, self.trainer.args
         processes = trainer.accelerator.num_processes // data_replicas(trainer)
-        if not self.settings.exact_eval_means or processes == 1:
+        if processes == 1:
             return
         # Rows can only be dropped where each tensor of a batch has one entry per row.
         gives_logits = trainer.compute_metrics is not None and not self.settings.predict_with_generate
@@ -52,9 +55,6 @@ class ExactMeans(Part):
                     "packed rows, rows with images, or the inputs of `compute_metrics`. Set it to False, or choose a "
                     "`per_device_eval_batch_size` whose product with the number of processes divides the rows."
                 )
-
-    def acts_in_steps(self) -> bool:
-        return self.settings.exact_eval_means
 
     @contextlib.contextmanager
     def around_step(self, step: Step) -> Iterator[None]:
@@ -98,7 +98,7 @@ class ExactMeans(Part):
             evaluation.output.metrics[f"{evaluation.prefix}_loss"] = mean
 
     def log(self, logs: dict[str, float], mode: str) -> None:
-        if self.settings.exact_eval_means and mode == "eval":
+        if mode == "eval":
             metrics = self.trainer._metrics["eval"]
             for name in metrics.keys() - {"num_tokens"}:
                 if (mean := self._mean(name)) is not None:

@@ -73,9 +73,6 @@ class ContextParallel(Part):
             "tokens at attention, in place of accelerate's ring attention."
         )
 
-    def acts_in_steps(self) -> bool:
-        return self.group is not None
-
     def _gather_without_duplicates(self, *args: Any, **kwargs: Any) -> contextlib.AbstractContextManager[None]:
         """A block in which `accelerator.gather` takes one process of each group: the others have the same rows."""
         accelerator = self.trainer.accelerator

@@ -127,7 +127,7 @@ class Padding:
         self.is_dry_run = False
         self.models: list[torch.nn.Module] = []
         self.pretrained: list[PreTrainedModel] = []
-        self.in_steps: tuple[Part, ...] = ()  # parts that act in steps
+        self.in_steps: tuple[Part, ...] = ()  # parts whose `around_step` and `around_user_step` are called
         self.running: Step | None = None
         self.why_padded: str | None = None  # set by the parity check of a step
         self.why_eval_padded: str | None = None  # set by its check of the metrics of an evaluation
@@ -239,10 +239,6 @@ class Part(OfTrainer):
     def around_ref_logps(self) -> contextlib.AbstractContextManager[Any]:
         """A block in which TRL computes the log-probabilities of the reference model, before the first step."""
         return contextlib.nullcontext()
-
-    def acts_in_steps(self) -> bool:
-        """Whether the two hooks below are called in steps; called after `attach_to_models`."""
-        return type(self).around_step is not Part.around_step
 
     def around_step(self, step: Step) -> contextlib.AbstractContextManager[Any]:
         """A block around the forwards of a batch; it may change `step`, whose `result` is set when the block ends."""
