@@ -103,7 +103,7 @@ def assert_sees(monkeypatch, caplog, build, cause):
         assert any("depends on padding" in line for line in our_warnings(caplog))
         with pytest.raises(trl_padfix.PaddingRemovalError, match="depends on padding"):
             build(trl_padfix, strict=True, **fields).train()
-    monkeypatch.setattr(parity, "check_step", lambda *args, **kwargs: None)
+    monkeypatch.setattr(parity, "check_step", lambda *args, **kwargs: "")
     wrong = trained(build(trl_padfix, **MODES["budget"]))
     assert abs(wrong[0]["grad_norm"] - theirs[0]["grad_norm"]) > 1e-3
 
@@ -184,16 +184,24 @@ def test_a_loss_may_take_tuples_from_the_model(tmp_path):
     assert norms(build(trl_padfix, strict=True, **MODES["budget"])) == pytest.approx(norms(build(trl)), rel=1e-4)
 
 
-def test_a_loss_that_was_not_compared_is_named(tmp_path, caplog):
-    class OfWholeBatches(trl_padfix.SFTTrainer):
-        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-            assert len(inputs["input_ids"]) == self.args.per_device_train_batch_size
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+CAUSES_NOT_COMPARED = [
+    ("SFT", {}, "`Whole.compute_loss` was not compared with its padded value: on a few rows it raises AssertionErr"),
+    ("SFT", {"packing": True}, "the loss was not compared with its padded value: its batch is packed"),
+    ("Reward", {"pool_last_token": True}, "`Whole.compute_loss` was not compared with its padded value: `pool_last_t"),
+]
 
-    trainer = make(trl_padfix, "SFT", tmp_path, trainer_class=OfWholeBatches, padding_free=True)
+
+@pytest.mark.parametrize(("kind", "given", "said"), CAUSES_NOT_COMPARED)
+def test_a_loss_that_was_not_compared_is_named_with_the_cause(kind, given, said, tmp_path, caplog):
+    class Whole(getattr(trl_padfix, f"{kind}Trainer")):
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            assert given or len(inputs["input_ids"]) == self.args.per_device_train_batch_size
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    trainer = make(trl_padfix, kind, tmp_path, trainer_class=Whole, padding_free=True, **given)
     trainer.train()
-    assert trainer.padding.loss_parity["train"].startswith("`OfWholeBatches.compute_loss` was not compared")
-    assert our_warnings(caplog)[-1].endswith(trainer.padding.loss_parity["train"])
+    assert trainer.padding.loss_parity["train"].startswith(said)
+    assert any("was not compared" in line for line in our_warnings(caplog)) is ("packing" not in given)
 
 
 def test_a_loss_that_replaces_another_one_is_compared_once(tmp_path, capsys):
@@ -354,7 +362,7 @@ def test_among_the_few_rows_is_padding_at_each_end_that_the_batch_has(side, tmp_
     masks["prompt"] = masks["prompt"].flip(1)
     inputs = {f"{name}_mask": mask for name, mask in masks.items()} | {"advantages": torch.ones(6)}
     inputs |= {f"{name}_ids": torch.full((6, 8), 5) for name in masks}
-    few, *_ = step_parity.few_items(trainer, inputs)
+    (few, *_), _ = step_parity.few_items(trainer, inputs)
     assert len(few["prompt_ids"]) == step_parity.ITEMS < 6
     assert not any(few[f"{name}_mask"].all() for name in masks)
 

@@ -35,7 +35,7 @@ def metric_of_padding(
     def metrics(zeros: bool) -> dict[str, Any]:
         # No rows if the batch cannot be cut. Of its type, and new each time: a step may take entries out of its batch.
         of_type = dict if isinstance(inputs, dict) else type(inputs)
-        rows = [*map(of_type, few_items(trainer, inputs)[:1])]
+        rows = [*map(of_type, few_items(trainer, inputs)[0][:1])]
         with (
             without_packing(trainer.padding.handles, zeros=zeros),
             saved_state(trainer),

@@ -31,7 +31,7 @@ from ..distributed import is_sharded, models_of, named_models_of, on_any_process
 from ..messages import say
 from .metrics_parity import metric_of_padding
 from .part import Evaluation, PaddingFreeTrainer, Part, Step, entered
-from .step_parity import BOTH, REFILLED, ZEROED, StepReport, check_step, has_padding, is_told, precision_in
+from .step_parity import BOTH, NO_PADDING, REFILLED, ZEROED, StepReport, check_step, has_padding, is_told, precision_in
 
 
 __all__ = ["Parity", "ParitySchedule", "compare", "first_call", "print_reports"]
@@ -317,8 +317,8 @@ class Parity(Part):
         trainer, schedule = self.trainer, self._schedules[step.mode]
         begin = time.perf_counter()
         report = check_step(trainer, step, gradients=step.mode == "train" and torch.is_grad_enabled())
-        verdict = None if report is None else schedule.verdict(report.ok, report.is_zero)
-        if report is None or verdict is not False:
+        verdict = None if isinstance(report, str) else schedule.verdict(report.ok, report.is_zero)
+        if isinstance(report, str) or verdict is not False:
             self._tell_outcome(step.mode, report, verdict, time.perf_counter() - begin)
             return None
         if report.error:
@@ -331,16 +331,13 @@ class Parity(Part):
         cause = STATISTICS if changes[BOTH] else READS_PADDING if changes[ZEROED] or changes[REFILLED] else MIXES_ROWS
         return f"{cause}. Or set `padding_free=False`. The loss {report}"
 
-    def _tell_outcome(self, mode: str, report: StepReport | None, verdict: bool | None, seconds: float) -> None:
+    def _tell_outcome(self, mode: str, report: StepReport | str, verdict: bool | None, seconds: float) -> None:
         """Keep the outcome of a comparison that found no fault, and tell it unless the table of a dry run has it."""
         padding, schedule, tell = self.trainer.padding, self._schedules[mode], say
-        if report is None:
-            name = custom_loss_name(self.trainer)
-            tell = say if name is None else logger.warning
-            outcome = (
-                f"{f'`{name}`' if name else 'the loss'} was not compared with its padded value (no mask, as with "
-                "`packing`; `pool_last_token`; `tp_size`; or it needs more rows)"
-            )
+        if isinstance(report, str):
+            name = custom_loss_name(self.trainer) if report != NO_PADDING else None
+            tell = logger.warning if name or "it raises" in report else say
+            outcome = f"{f'`{name}`' if name else 'the loss'} was not compared with its padded value: {report}"
             outcome += ". It reads zeros for logits at padding: mask them, or set `padding_free=False`." * bool(name)
         elif verdict is None:
             then = "the next batch is compared" if schedule.is_active else f"none is compared after {MOST_ZEROS}"
@@ -349,7 +346,7 @@ class Parity(Part):
             untested = "; not tested on padding, because the batch has none" if schedule.is_active else ""
             outcome = f"parity ok, the trainer's own loss: {report}{untested}; {seconds:.1f} s"
         padding.loss_parity[mode] = outcome
-        if not padding.is_dry_run and (report is None or is_told(self.trainer, mode)):
+        if not padding.is_dry_run and (isinstance(report, str) or is_told(self.trainer, mode)):
             self._tell(outcome, tell)
 
 

@@ -31,7 +31,7 @@ from ...core.model.inspection import bind
 from ...core.parity.forwards import other_attention, relative_difference
 from ...core.parity.limits import OF_NOISE, Limits, lowest_dtype, precision_of
 from ...core.remove import number_padded_rows
-from ..checks.user_code import custom_loss_name, gradient_hook_name
+from ..checks.user_code import gradient_hook_name
 from ..data.batch_rows import BatchParts, are_cut_by_rows, find_images, has_pixels, scored_tokens, split_images
 from ..distributed import (
     has_static_graph,
@@ -67,6 +67,9 @@ PACKED, REFILLED = "off by", "with other tokens at padding off by"
 
 ZEROED, BOTH = "zeros", "other tokens behind zeros"
 """The causes of these: what changes if the decoder returns zeros at padding, and then other tokens stand there."""
+
+NO_PADDING = "its batch is packed, without padding"
+"""Why a step is not compared that cannot read padding."""
 
 SAMPLED = 65536
 """Maximum number of compared entries in the gradient of a parameter."""
@@ -144,7 +147,7 @@ class StepReport:
         return f"on {self.items} {self.loss:.6g}, {self.arbiter} {self.reference:.6g}; {'; '.join(parts)}"
 
 
-def check_step(trainer: PaddingFreeTrainer, step: Step, *, gradients: bool) -> StepReport | None:
+def check_step(trainer: PaddingFreeTrainer, step: Step, *, gradients: bool) -> StepReport | str:
     """
     Compute a step on a few rows of its batch, as configured and without padding removal, and compare them.
 
@@ -156,13 +159,13 @@ def check_step(trainer: PaddingFreeTrainer, step: Step, *, gradients: bool) -> S
     Metrics, plain attributes of the trainer, buffers, gradients and random states are put back.
 
     Returns:
-        [`StepReport`], *optional*: `None` if the trainer cannot be run on a part of its batch.
+        [`StepReport`] or `str`: Why there is none, if the trainer cannot be run on a part of its batch.
     """
-    batches = few_items(trainer, step.inputs)
+    batches, reason = few_items(trainer, step.inputs)
     # Sharded models gather parameters: all processes compute equally many forwards, on equally many rows.
     most, fewest = max_over_processes(trainer, len(batches)), -max_over_processes(trainer, -len(batches))
     if fewest == 0 or (most > fewest and is_sharded(trainer)):
-        return None
+        return reason or "another process has a batch of another size or kind"
     # A backward would run the hooks of FSDP and DeepSpeed, and hooks in which an optimizer steps. DDP with a static
     # graph records the first ones.
     meets = trainer.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
@@ -181,23 +184,27 @@ def is_told(trainer: PaddingFreeTrainer, mode: str) -> bool:
     return mode == "train" or not (trainer.is_in_train or "train" in trainer.padding.parity)
 
 
-def few_items(trainer: PaddingFreeTrainer, inputs: Any) -> list[dict[str, Any]]:
+def few_items(trainer: PaddingFreeTrainer, inputs: Any) -> tuple[list[dict[str, Any]], str]:
     """
     The batch of a few short items of different lengths, that of the first [`REFILLED_ITEMS`] of them, and that of each
-    alone; empty if the batch cannot be cut.
+    alone; none and the reason if the batch cannot be cut.
     """
-    pools = trainer.padding.settings.pool_last_token  # scores another token than the padded model, as requested
-    if pools or splitting_parallelism(trainer.accelerator, "tp_size", "cp_size", "sp_size"):
-        return []
+    if trainer.padding.settings.pool_last_token:
+        return [], "`pool_last_token` scores another token than the padded model"
+    if size := splitting_parallelism(trainer.accelerator, "tp_size", "cp_size", "sp_size"):
+        return [], f"under `{size}` several processes compute one batch"
     task = trainer.padding.task
     forwards = task.padded_batches(inputs)
     ids, mask = (forwards[0].get(name) for name in ("input_ids", "attention_mask")) if forwards else (None, None)
     if ids is None or mask is None or ids.shape != mask.shape:
-        return []
+        is_packed = mask is None and forwards and forwards[0].keys() & {"position_ids", "cu_seq_lens_q"}
+        return [], NO_PADDING if is_packed else "its batch has no `attention_mask` of the shape of its `input_ids`"
     count, of_item = len(ids), task.rows_per_item
     images = find_images(inputs, ids, find_pretrained(trainer.model).config) if has_pixels(inputs) else None
-    if split_images(inputs, count, images) is None or not are_cut_by_rows(inputs, count, of_item):
-        return []
+    if split_images(inputs, count, images) is None:
+        return [], "it is unknown which of its images belong to which row"
+    if not are_cut_by_rows(inputs, count, of_item):
+        return [], "its batch has a value whose length is not the number of rows"
     lengths = mask.sum(1).view(of_item, -1).sum(0).tolist()
     by_length = sorted(range(len(lengths)), key=lengths.__getitem__)
     longer = [item for item in by_length if lengths[item] >= 2 * lengths[by_length[0]]]
@@ -210,7 +217,7 @@ def few_items(trainer: PaddingFreeTrainer, inputs: Any) -> list[dict[str, Any]]:
     scored = scored_tokens(inputs)
     needed = mask.bool() if scored is None else mask.bool() | scored
     parts = BatchParts.of_items([items, few, *([item] for item in items)], needed, of_item, images)
-    return [task.trimmed(batch) for batch in parts.of(inputs)]
+    return [task.trimmed(batch) for batch in parts.of(inputs)], ""
 
 
 class _Comparison:
@@ -225,7 +232,7 @@ class _Comparison:
 
     def report(
         self, is_even: bool, batch: dict[str, Any], few: dict[str, Any], *items: dict[str, Any]
-    ) -> StepReport | None:
+    ) -> StepReport | str:
         """
         Compare the steps on `batch`.
 
@@ -237,14 +244,13 @@ class _Comparison:
         arbiter = "padded" if weights is None else "rows alone"
         self._announce(batch, "padded twice" if weights is None else "each row alone")
         compared_with = [(1.0, batch)] if weights is None else list(zip(weights, items, strict=True))
-        reference = _Values(math.nan, None)
+        reference, reason = _Values(math.nan, None), ""
         try:
             reference = self._padded(compared_with)
         except Exception as error:  # a loss may need a whole batch
-            if custom_loss_name(self.trainer) is None:  # the caller warns of a user's loss
-                logger.warning(f"The loss was not compared with its padded value: on a few rows it raises {error!r}.")
+            reason = f"on a few rows it raises {error!r}"
         if on_any_process(self.trainer, not math.isfinite(reference.loss)):  # all raised, or one has a NaN
-            return None
+            return reason or "on a few rows it is NaN or infinite"
         try:
             packed = self._as_configured(batch)
         except Exception as error:  # a user's loss may fail without padding
