@@ -58,6 +58,7 @@ def test_a_model_is_left_as_it_is(monkeypatch):
         monkeypatch.setenv("TRL_PADFIX_OFF", value)
         with remove_padding(model) as handle:
             model(ids, attention_mask=(ids != 0).long())
+            assert ("off by TRL_PADFIX_OFF" in repr(handle)) is not packs
         assert (handle.stats.packed_tokens > 0) == packs
         with pytest.raises(PaddingRemovalError) if packs else nullcontext():
             remove_padding(encoder)

@@ -153,6 +153,8 @@ def test_between_trainings_and_evaluations_other_code_finds_the_model_padded(com
         assert attachment_of(model) is handle
         with pytest.raises(ValueError, match="attached to this Qwen2Model already"):
             ours.evaluate()
+    with pytest.raises(ValueError, match="A trainer of this package did it"), ours.padding.in_use():
+        ours.evaluate(), remove_padding(model)
     forwards.clear()
     ours.padding.stats.reset()
     ours.evaluate()

@@ -51,6 +51,14 @@ __all__ = [
     "remove_padding", "take_over",
 ]  # fmt: skip
 
+ATTACHED_BY = {
+    "handle": "`remove_padding` did it: first call `.remove()` on its handle. If it is lost (a cell ran twice): "
+    "`model = copy.deepcopy(model); remove_padding(model).remove()`",
+    "trainer": "A trainer of this package did it, and needs no callback. `trainer.restore_padding()` detaches it",
+    "callback": "A callback did it, and our trainers need none. `callback.remove()` detaches it",
+}
+"""What to do if padding removal is attached already, by the first word of the name of its handle."""
+
 
 def remove_padding(
     model: nn.Module,
@@ -140,16 +148,15 @@ def remove_padding(
     )
     if is_off():
         logger.warning(f"{OFF} is set: padding is not removed from {type(anatomy.pretrained).__name__}.")
+        handle.state = "off by TRL_PADFIX_OFF"
         return handle
     forget_original(model)
     attached = attachments_on(anatomy.decoder)
-    if any(isinstance(a, PaddingRemoval) and a.state in ("attached", "in use") for a in attached):
+    for first in (a for a in attached if isinstance(a, PaddingRemoval) and a.state in ("attached", "in use")):
+        shared = "One handle packs all models that share a decoder. " * (first.model is not anatomy.pretrained)
         raise ValueError(
-            f"Padding removal is attached to this {type(anatomy.decoder).__name__} already. Call `.remove()` on the "
-            "first handle before attaching again, for instance with another `prefix_sharing`; where a trainer or a "
-            "callback attached it, `trainer.restore_padding()` or `callback.remove()` (our trainers need no "
-            "callback). One handle packs all models that share a decoder. If the handle is lost: "
-            "`model = copy.deepcopy(model); remove_padding(model).remove()`."
+            f"Padding removal is attached to this {type(anatomy.decoder).__name__} already. {shared}"
+            f"{ATTACHED_BY[first.name.partition('.')[0]]}."
         )
     with ExitStack() as on_error:
         on_error.callback(handle.remove)  # also if a user interrupts a notebook here

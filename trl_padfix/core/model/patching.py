@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PLACES", "Attachment", "BatchPatch", "ForwardPatch", "RunnerPatch", "is_patched_only", "patches_on"]
 
-State = Literal["attached", "in use", "paused", "copied", "taken over", "detached"]
+State = Literal["attached", "in use", "paused", "copied", "taken over", "detached", "off by TRL_PADFIX_OFF"]
 """
 The states of an [`Attachment`].
 
@@ -49,6 +49,7 @@ The states of an [`Attachment`].
 - `"copied"`: with a deep copy of the model. Its patches work, and nobody holds it.
 - `"taken over"`: detached for another trainer. Its own trainer attaches again when it computes again.
 - `"detached"`: removed by its owner.
+- `"off by TRL_PADFIX_OFF"`: never put on.
 
 Trainers take over what is in use, paused or copied; `remove_padding` takes over what is paused or copied.
 """
