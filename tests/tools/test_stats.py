@@ -151,7 +151,7 @@ def test_rows_come_from_files_and_folders(tmp_path):
     ("kind", "more", "first"),
     [
         ("pairs", ["--max-length", "60"], "24 pairs of"),
-        ("texts", ["--max-length", "0"], "24 rows of"),
+        ("texts", ["--max-length", "0", "--batch-size", "1"], "24 rows of"),
         ("messages", ["--expand-turns"], "48 rows of"),  # two turns of the assistant in each
     ],
 )
@@ -166,6 +166,7 @@ def test_the_command_prints_counts_and_a_verdict(kind, more, first, tmp_path):
     assert first in result.output
     assert ("truncates" in result.output) == ("0" not in more)
     assert "Verdict:\nUse padding_free=True" in result.output
+    assert ("One row has no padding" in result.output) == ("--batch-size" in more)
 
 
 # -- the verdict of `trl-padfix stats`: counts are those of layouts, and the advice follows the data

@@ -54,6 +54,12 @@ def test_a_batch_of_two_batches_counts_the_tokens_of_its_forwards(tmp_path):
     assert trainer.state.log_history[0]["perf/tokens_per_second"]
 
 
+def test_forwards_of_one_row_get_advice(tmp_path, capsys):
+    for size, steps, told in ((1, 4, 1), (1, 1, 0), (2, 4, 0)):
+        training(tmp_path, padding_free=True, per_device_train_batch_size=size, gradient_accumulation_steps=steps)
+        assert capsys.readouterr().out.count("per_device_train_batch_size=4") == told
+
+
 def test_auto_leaves_noisy_rows_apart(tmp_path):
     found = training(tmp_path, padding_free=True, prefix_sharing="auto", neftune_noise_alpha=5.0)
     assert found.entered == found.counts()["padding-free"]

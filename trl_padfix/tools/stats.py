@@ -230,6 +230,7 @@ class Verdict:
         repeated, grouped = ((real - min(tokens.auto, real)) / padded for tokens in (self.random, self.grouped))
         settings = ["padding_free=True", 'prefix_sharing="auto"' if self.shares else "prefix_sharing=False"]
         settings += ["group_by_prefix=True"] * self.groups
+        single = "One row has no padding. Set a larger batch instead of accumulating, and count it again."
         own = f"{padded / self.by_length.padded:.1f}x, {padded / real:.1f}x and {padded / real:.1f}x by tokens"
         return [
             f"Use {', '.join(settings)}.",
@@ -239,6 +240,7 @@ class Verdict:
             f"Expected speedup from tokens: {padded / self.tokens:.1f}x ({self.tokens:,.0f} tokens are computed).",
             "TRL's group_by_length, padding_free and packing: "
             f"{own if self.trainer == 'sft' else 'none for this trainer'}.",
+            *[single] * (self.batch_size == 1 and padded == real),
         ]
 
 

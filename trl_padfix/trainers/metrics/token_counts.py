@@ -14,12 +14,19 @@ from ...core.context import context
 from ...core.handle import PaddingRemoval, PaddingStats
 from ...core.layout.layout import to_device_async
 from ..distributed import data_replicas
+from ..messages import say
 from ..parts.part import Evaluation, PaddingFreeTrainer, Part, Step
 
 
 __all__ = ["TokenCounter", "TokenCounts", "report_of"]
 
 logger = get_logger(__name__)
+
+ONE_ROW = (
+    "Each forward has one row, and so no padding to remove. A larger forward is usually faster, and shares prefixes: "
+    "set `per_device_train_batch_size={}` and `gradient_accumulation_steps=1`. The step is the same. If it needs too "
+    "much memory, also set `max_tokens_per_batch`."
+)
 
 
 class TokenCounter:
@@ -99,6 +106,7 @@ class TokenCounts(Part):
         new = padding.stats - before
         counter.add(_real_tokens(step.batches, new), new, self.trainer)
         self._warn_if_unpacked(step)
+        self._advise(step, new)
 
     def _warn_if_unpacked(self, step: Step) -> None:
         """Say once that no forward has been packed so far, or since the padding removal was detached by hand."""
@@ -112,6 +120,15 @@ class TokenCounts(Part):
             self._warned = True
             why = "padding removal was detached from the model" if handle.is_detached else handle.why_unpacked()
             logger.warning(f"Nothing was packed in step {step.number}: {why}. No savings are logged.")
+
+    def _advise(self, step: Step, new: PaddingStats) -> None:
+        """Say once that batches of one row have no padding, if a step accumulates the gradients of several."""
+        trainer, steps = self.trainer, self.trainer.args.gradient_accumulation_steps
+        # Packed rows have no mask, and rows of one generation are padded to the longest of them.
+        sizes = {len(batch["input_ids"]) for batch in step.batches if "attention_mask" in batch}
+        is_single = sizes == {1} and not trainer.padding.task.generates_rows and step.mode == "train" and steps > 1
+        if is_single and 0 < new.padded_tokens == new.packed_tokens and trainer.accelerator.is_local_main_process:
+            trainer.padding.handles[0].say_once(ONE_ROW.format(steps), tell=say)
 
     @contextlib.contextmanager
     def around_evaluation_loop(self, evaluation: Evaluation) -> Iterator[None]:
