@@ -47,6 +47,10 @@ def test_small_batches_without_padding_are_compared():
         result = check_parity(build("qwen2"), given, prefix_sharing=True)
         assert result.ok
         assert 0 < result.packed_tokens < result.padded_tokens
+    first = {name: x[:, :1] for name, x in given.items()}  # a row of one token has no score
+    assert "parity not tested, because nothing was compared" in str(check_parity(build("qwen2"), first))
+    reports = [str(check_parity(build("qwen2"), batch)) for batch in (given, {"input_ids": ids})]
+    assert ["no `attention_mask`: every token counts as real" in report for report in reports] == [False, True]
 
 
 @pytest.mark.parametrize("family", ["bloom", "qwen3_5_text"])

@@ -129,7 +129,7 @@ def check_parity(
         # Also after short rows that differ: processes that share rows compute equally many forwards.
         if gradients and not sample.has_images and (handle.context_parallel is not None or not in_parts):
             report = replace(report, longest=_compare_longest(called, batch, handle, report))
-        return report
+        return replace(report, has_mask=sample.is_packed or batch.get("attention_mask") is not None)
 
 
 def _see_autocast(forwards: Forwards, module: nn.Module, args: Any, output: torch.Tensor) -> None:

@@ -85,6 +85,7 @@ class ParityReport(Distance):
         longest ([`Distance`], *optional*): The differences of the longest row, packed, from that row alone.
         not_compared (`str`): Why gradients were not compared although requested.
         caveat (`str`): Why results of transformers itself depend on the batch; empty if they do not.
+        has_mask (`bool`): Whether the batch shows its padding; otherwise all of its tokens were computed.
 
     Example:
 
@@ -111,6 +112,7 @@ class ParityReport(Distance):
     longest: Distance | None = None
     not_compared: str = ""
     caveat: str = ""
+    has_mask: bool = True
 
     @property
     def ok(self) -> bool:
@@ -124,8 +126,10 @@ class ParityReport(Distance):
 
     def __repr__(self) -> str:
         mode = "prefix sharing" if self.prefix_sharing else "padding-free"
-        verdict = ("ok" if self.packed_tokens else "not tested, because nothing was packed") if self.ok else "FAILED"
+        untested = f"not tested, because nothing was {'compared' if self.packed_tokens else 'packed'}"
+        verdict = ("ok" if self.packed_tokens and self.compared else untested) if self.ok else "FAILED"
         yardstick = "" if self.rounding is None else f"; scores of two padded forwards differ by {self.rounding:.2e}"
+        unmasked = "" if self.has_mask else "; no `attention_mask`: every token counts as real, padding too"
         obstacle = f"; gradients not compared: {self.not_compared}" if self.not_compared else ""
         alone = ""
         if self.packed_from_alone is not None:
@@ -135,7 +139,7 @@ class ParityReport(Distance):
             )
         return (
             f"parity {verdict} ({mode}, {self.implementation}, {self.dtype}): difference of "
-            f"{self.compared} scores {super().__repr__()}{yardstick}{obstacle}; "
+            f"{self.compared} scores {super().__repr__()}{yardstick}{obstacle}{unmasked}; "
             f"{self.packed_tokens} packed against {self.padded_tokens} padded tokens{alone}"
             + ("" if self.longest is None else f"; the longest row, packed and alone: {self.longest}")
         )
