@@ -91,6 +91,7 @@ class TokenCounts(Part):
         super().__init__(trainer)
         self.counters = {"train": TokenCounter(), "eval": TokenCounter()}
         self._warned = False
+        self._counted = PaddingStats()  # in steps, since the last evaluation began
 
     @contextlib.contextmanager
     def around_training_step(self) -> Iterator[None]:
@@ -104,6 +105,7 @@ class TokenCounts(Part):
         before = copy(padding.stats)
         yield
         new = padding.stats - before
+        self._counted = padding.stats - (before - self._counted)
         counter.add(_real_tokens(step.batches, new), new, self.trainer)
         self._warn_if_unpacked(step)
         self._advise(step, new)
@@ -133,10 +135,13 @@ class TokenCounts(Part):
     @contextlib.contextmanager
     def around_evaluation_loop(self, evaluation: Evaluation) -> Iterator[None]:
         self.counters["train"].pause()
-        self.counters["eval"] = TokenCounter()
-        self.counters["eval"].start()
+        counter = self.counters["eval"] = TokenCounter()
+        counter.start()
+        padding, self._counted = self.trainer.padding, copy(self.trainer.padding.stats)
         yield
-        self.counters["eval"].pause()  # tokens generated after the loop (`predict_with_generate`) do not count
+        beside = padding.stats - self._counted  # of a user's `prediction_step` without `compute_loss`
+        counter.add(beside.real_tokens, beside, self.trainer)
+        counter.pause()  # tokens generated after the loop (`predict_with_generate`) do not count
 
     def log(self, logs: dict[str, float], mode: str) -> None:
         padding = self.trainer.padding
