@@ -2,19 +2,25 @@
 
 import gc
 import weakref
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
+import trl
 from accelerate.utils import DistributedType
 from datasets import Dataset
+from kit.methods import make_trainer
 from kit.observe import entered_tokens
 from kit.trainer_runs import (
+    SPECIAL,
     assert_same,
     break_mode,
     build_ids,
     build_model,
+    build_pairs,
     make_plain_trainer,
+    rows_for,
     trajectory,
 )
 from torch.nn import functional
@@ -171,6 +177,30 @@ def test_a_loss_that_reads_padding_only_in_evaluation_runs_padded(tmp_path):
     assert len({round(metrics["eval_loss"], 4) for metrics in before_training}) == 1
 
 
+@pytest.mark.parametrize("kind", ["plain", "SFT", "DPO"])
+def test_an_evaluation_whose_metrics_read_padding_runs_padded(kind, tmp_path):
+    def metrics(found, reads):
+        is_token = (found.label_ids != -100) & (found.label_ids != SPECIAL["<pad>"])
+        return {"zeros": (found.predictions[is_token | reads] == 0).mean()}
+
+    def evaluated(reads, *callbacks):
+        given = {"compute_metrics": partial(metrics, reads=reads)}
+        if kind == "plain":
+            trainer = build_trainer(tmp_path, Trainer, **given)
+        else:
+            data = rows_for(kind, build_pairs(8))
+            trainer = make_trainer(trl, kind, tmp_path, train_dataset=data, eval_dataset=data, **given)
+        for callback in callbacks:
+            callback.attach(trainer)
+        return trainer.evaluate()["eval_zeros"]
+
+    for reads in (False, True):
+        callback = PaddingRemovalCallback()
+        assert evaluated(reads, callback) == evaluated(reads) == 0
+        assert (callback.stats.forwards == 0) is reads
+    assert evaluated(True, PaddingRemovalCallback(parity_check=False)) > 0.1  # the control
+
+
 @pytest.mark.parametrize("mask", ["none", "prepared"])
 def test_a_batch_without_a_mask_of_its_rows_trains_and_a_warning_says_the_loss_is_not_compared(mask, tmp_path, caplog):
     class OtherMasks(ReadsPadding):
@@ -247,7 +277,7 @@ def test_a_second_training_attaches_again_also_after_a_failed_one(tmp_path):
             trainer.train()
     assert attachment_of(trainer.model) is callback.handles[0]
     trainer.train()
-    assert "compute_loss" not in vars(trainer)
+    assert not {"compute_loss", "prediction_step"} & vars(trainer).keys()
     first = callback.stats.packed_tokens
     trainer.train()
     assert callback.stats.packed_tokens == first > 0

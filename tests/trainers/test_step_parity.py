@@ -28,7 +28,7 @@ import trl_padfix
 from trl_padfix.core.errors import UnpackableCallError
 from trl_padfix.core.parity.forwards import with_gradient
 from trl_padfix.trainers.batching.balancing_loss import record_router_logits
-from trl_padfix.trainers.parts import parity, step_parity
+from trl_padfix.trainers.parts import parity, parity_schedule, step_parity
 
 
 DEFAULTS = {"bf16": True, "gradient_checkpointing": True}  # TRL's
@@ -168,7 +168,7 @@ def test_a_loss_is_compared_on_the_first_batch_with_padding(tmp_path, monkeypatc
     assert trainer.padding.handle.stats.forwards > 0, "the first two steps have no padding"
     with pytest.raises(trl_padfix.PaddingRemovalError, match="depends on padding"):
         build(trl_padfix, padding_free=True, strict=True).train()
-    monkeypatch.setattr(parity, "has_padding", lambda batches: False)  # the control
+    monkeypatch.setattr(parity_schedule, "has_padding", lambda batches: False)  # the control
     assert norms(build(trl_padfix, padding_free=True)) != pytest.approx(theirs, rel=1e-3)
 
 
@@ -346,7 +346,7 @@ def test_a_loss_is_compared_until_a_batch_has_a_gradient(tmp_path, monkeypatch, 
     theirs = norms(build(trl))
     assert theirs[1] == 0 < theirs[2]
     assert norms(build(trl_padfix, padding_free=True)) == pytest.approx(theirs, rel=1e-4)
-    monkeypatch.setattr(parity, "MOST_ZEROS", 2)  # the control
+    monkeypatch.setattr(parity_schedule, "MOST_ZEROS", 2)  # the control
     assert norms(build(trl_padfix, padding_free=True)) != pytest.approx(theirs, rel=1e-3)
     said = [line.split("; ")[-1] for line in capsys.readouterr().out.splitlines() if "no gradient" in line]
     assert said == ["the next batch is compared"] * 2 + ["none is compared after 2"]

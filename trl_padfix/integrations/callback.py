@@ -24,7 +24,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from ..core.anatomy import find_decoder, find_pretrained
 from ..core.call.batch_cache import batch_cache
-from ..core.context import set_until_closed
+from ..core.context import set_until_closed, temporarily_set
 from ..core.errors import PaddingRemovalError, UnpackableCallError
 from ..core.handle import Lengths, PaddingRemoval, PaddingStats, PrefixSharing, check_multiple, check_prefix_sharing
 from ..core.parity.limits import Limits, lowest_dtype
@@ -36,7 +36,9 @@ from ..trainers.checks.user_code import custom_loss_name, why_padded
 from ..trainers.distributed import check_launch, models_of, splitting_parallelism
 from ..trainers.messages import say
 from ..trainers.metrics.token_counts import TokenCounter, report_of
-from ..trainers.parts.parity import NOT_COMPARED, READS_PADDING, ParitySchedule, compare, first_call, print_reports
+from ..trainers.parts.metrics_parity import MetricsParity
+from ..trainers.parts.parity import NOT_COMPARED, READS_PADDING, compare, first_call, print_reports
+from ..trainers.parts.parity_schedule import ParitySchedule
 from ..trainers.parts.part import entered
 from ..trainers.parts.saved_state import saved_state
 from ..trainers.parts.step_parity import has_padding, other_padding, without_packing
@@ -51,8 +53,9 @@ PREFIX = "padfix_"
 
 NOT_COVERED = (
     "Padding is removed from the model alone, since transformers passes no trainer to callbacks. A reference model "
-    "stays padded, trackers get no `padfix/` metrics, and your loss is not checked: it gets packed values if it reads "
-    "padding, or what hooks within the model keep. To cover these, call `callback.attach(trainer)` before training."
+    "stays padded, trackers get no `padfix/` metrics, and your loss and metrics are not checked: they get packed "
+    "values if they read padding, or what hooks within the model keep. To cover these, call "
+    "`callback.attach(trainer)` before training."
 )
 
 PACKS = "packs rows before the model is called, so there is no padding to remove and no prefix to share."
@@ -98,6 +101,7 @@ class _Run:
         trainer ([`~transformers.Trainer`]): The trainer, or [`_policy_alone`].
         prefix_sharing (`bool` or `"auto"`): Whether its models share prefixes.
         schedules (`dict`): The batches on which the loss is compared, by whether gradients are computed.
+        metrics ([`MetricsParity`]): The check of the metrics of evaluations.
         phase (`str`): `ATTACHED` before the training, then `TRAINING`, and `STEPPED` after its first step.
         mode (`str`): `"eval"` within an evaluation, else `"train"`.
         why_padded (`str`): Why all steps are computed padded; empty if they are packed.
@@ -112,6 +116,7 @@ class _Run:
     trainer: Any
     prefix_sharing: PrefixSharing
     schedules: dict[bool, ParitySchedule]
+    metrics: MetricsParity
     phase: str = ATTACHED
     mode: str = "train"
     why_padded: str = ""
@@ -243,7 +248,7 @@ class PaddingRemovalCallback(TrainerCallback):
             sharing = prefix_sharing_with_neftune(self.prefix_sharing, trainer.args)
         is_checked = self.parity_check and not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled)
         schedules = {grad: ParitySchedule(trainer, is_checked, needs_padding=True) for grad in (True, False)}
-        self.handles, self.reports, self._run = [], [], _Run(trainer, sharing, schedules)
+        self.handles, self.reports, self._run = [], [], _Run(trainer, sharing, schedules, MetricsParity(is_checked))
         self._attach_to(models, self._run)
         if self.parity_check:
             recorded = first_call(trainer.model, self.handles[0])
@@ -274,8 +279,8 @@ class PaddingRemovalCallback(TrainerCallback):
         _attached_by[handle] = ref(self)
 
     def _pad_steps(self, run: _Run) -> None:
-        """Compute a batch padded if its loss needs states that a packed forward does not have."""
-        trainer, compute = run.trainer, run.trainer.compute_loss
+        """Compute a batch padded if its loss or metrics need states that a packed forward does not have."""
+        trainer, compute, predict = run.trainer, run.trainer.compute_loss, run.trainer.prediction_step
 
         @wraps(compute)  # so that a user's function, which was set on the trainer, is still found
         def compute_loss(model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -286,8 +291,22 @@ class PaddingRemovalCallback(TrainerCallback):
                 with entered(handle.padded(reason) for handle in self.handles if reason):
                     return compute(model, inputs, *args, **kwargs)
 
+        @wraps(predict)
+        def prediction_step(
+            model: torch.nn.Module, inputs: Any, prediction_loss_only: bool | None, *args: Any, **kwargs: Any
+        ) -> Any:
+            def rows() -> list[Any]:
+                return [copy(inputs)] if isinstance(inputs, Mapping) else []
+
+            with temporarily_set(trainer, compute_loss=compute):
+                run.metrics.compare(trainer, self.handles, predict, prediction_loss_only, padded=rows, rows=rows)
+            reason = run.metrics.why_padded
+            with entered(handle.padded(reason) for handle in self.handles if reason):
+                return predict(model, inputs, prediction_loss_only, *args, **kwargs)
+
         run.compute_loss = compute_loss
         set_until_closed(run.undo, trainer, "compute_loss", compute_loss)
+        set_until_closed(run.undo, trainer, "prediction_step", prediction_step)
 
     def _check_loss(self, run: _Run, inputs: Any, compute: Callable[[Any], Any]) -> None:
         """Compute all steps padded if the loss reads padding."""

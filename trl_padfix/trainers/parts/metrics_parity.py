@@ -1,30 +1,82 @@
-"""The check of an evaluation: its metrics, on a few short rows of a batch, with the model's outputs and with zeros."""
+"""The check of an evaluation: its metrics, on rows of a batch, with the model's outputs and with zeros at padding."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+from accelerate.logging import get_logger
 from transformers import Trainer
 
 from ...core.context import temporarily_set
+from ...core.handle import PaddingRemoval
+from ...core.model.inspection import code_of
 from ...core.parity.limits import Limits, lowest_dtype
-from ..distributed import local_metrics_only
-from .part import PaddingFreeTrainer
+from ..checks.user_code import custom_method
+from ..distributed import is_sharded, local_metrics_only
+from .parity_schedule import ParitySchedule
 from .saved_state import saved_state
-from .step_parity import few_items, without_packing
+from .step_parity import without_packing
 
 
-__all__ = ["metric_of_padding"]
+__all__ = ["MetricsParity"]
+
+logger = get_logger(__name__)
+
+METRICS_READ_PADDING = (
+    "metrics that read logits at padding, which are zero in a packed forward: on some rows {}. In `prediction_step` "
+    "and `compute_metrics`, mask them by `attention_mask`, or use only labels other than -100"
+)
+
+_Batches = Callable[[], list[Any]]
 
 
-def metric_of_padding(
-    trainer: PaddingFreeTrainer, predict: Callable[..., Any], inputs: Any, loss_only: bool | None
+class MetricsParity:
+    """
+    The check of metrics, from a user's `prediction_step` or `compute_metrics`, on the first batch with padding.
+
+    Attributes:
+        why_padded (`str`, *optional*): Why evaluations are computed padded: a metric reads padding.
+    """
+
+    def __init__(self, is_checked: bool):
+        self.why_padded: str | None = None
+        self._is_checked, self._functions = is_checked, list[Any]()
+
+    def compare(
+        self, trainer: Any, handles: list[PaddingRemoval], predict: Any, loss_only: bool | None,
+        padded: _Batches, rows: _Batches,
+    ) -> None:  # fmt: skip
+        """
+        Compare the metrics of `rows`, batches that are new in each call, if a step is due.
+
+        `predict` is the `prediction_step` of the trainer, and `padded` gives the padded batches of the models.
+        """
+        functions = [predict, trainer.compute_metrics, trainer.preprocess_logits_for_metrics]
+        if (functions := [(f, code_of(f)) for f in functions]) != self._functions:
+            self._functions, self.why_padded = functions, None
+            self._schedule = ParitySchedule(trainer, self._is_checked, needs_padding=True)
+        own = custom_method(trainer, {"prediction_step"})
+        has_metrics = own is not None or (trainer.compute_metrics is not None and not loss_only)
+        is_active = has_metrics and self._schedule.is_active and not is_sharded(trainer)
+        if not (is_active and self._schedule.is_due(padded())):
+            return
+        changed = None
+        try:
+            changed = _metric_of_padding(trainer, handles, predict, loss_only, rows)
+        except Exception as error:  # they may need all rows
+            logger.warning(f"The metrics were not compared with padded ones: on some rows they raise {error!r}.")
+        if not self._schedule.verdict(changed is None, is_zero=False):
+            self.why_padded = METRICS_READ_PADDING.format(changed or "of another process")
+
+
+def _metric_of_padding(
+    trainer: Any, handles: list[PaddingRemoval], predict: Any, loss_only: bool | None, rows: _Batches
 ) -> str | None:
     """
     A metric of the padded model that changes if its outputs at padding are zeros, as those of a packed forward are.
 
-    The loop of transformers evaluates a few rows of `inputs` three times, with `predict` as `prediction_step`. A
+    The loop of transformers evaluates the batches of `rows` three times, with `predict` as `prediction_step`. A
     metric that changes from call to call, such as a time, is left out.
 
     Returns:
@@ -33,18 +85,14 @@ def metric_of_padding(
     loss_only = loss_only or trainer.args.batch_eval_metrics  # such a `compute_metrics` keeps what it has seen
 
     def metrics(zeros: bool) -> dict[str, Any]:
-        # No rows if the batch cannot be cut. Of its type, and new each time: a step may take entries out of its batch.
-        of_type = dict if isinstance(inputs, dict) else type(inputs)
-        rows = [*map(of_type, few_items(trainer, inputs)[0][:1])]
         with (
-            without_packing(trainer.padding.handles, zeros=zeros),
+            without_packing(handles, zeros=zeros),
             saved_state(trainer),
             local_metrics_only(trainer.accelerator),
-            temporarily_set(trainer.padding, running=None, in_steps=(), why_padded=None),
             temporarily_set(trainer.callback_handler, callbacks=[], eval_dataloader=None),
             temporarily_set(trainer, prediction_step=predict, gather_function=lambda value: value),
         ):
-            return Trainer.evaluation_loop(trainer, rows, "comparison", loss_only).metrics  # type: ignore
+            return Trainer.evaluation_loop(trainer, rows(), "comparison", loss_only).metrics  # type: ignore
 
     padded, again, zeroed = map(metrics, (False, False, True))
     limit = Limits.of_step(lowest_dtype(trainer.model)).mean

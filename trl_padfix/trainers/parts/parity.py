@@ -6,7 +6,7 @@ import contextlib
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from ...core.call.layout_of import layout_of
 from ...core.context import of_this_thread, temporarily_set
 from ...core.errors import UnpackableCallError
 from ...core.handle import PaddingRemoval
-from ...core.model.inspection import bind, code_of, parameters_of
+from ...core.model.inspection import bind, parameters_of
 from ...core.model.older import has_cache
 from ...core.model.patching import Attachment, ForwardPatch
 from ...core.parity.check import check_parity
@@ -29,12 +29,13 @@ from ...core.remove import attachment_of
 from ..checks.user_code import custom_loss_name, custom_method, loss_functions
 from ..distributed import is_sharded, models_of, named_models_of, on_any_process, raise_on_all
 from ..messages import say
-from .metrics_parity import metric_of_padding
+from .metrics_parity import MetricsParity
+from .parity_schedule import ParitySchedule
 from .part import Evaluation, PaddingFreeTrainer, Part, Step, entered
-from .step_parity import BOTH, NO_PADDING, REFILLED, ZEROED, StepReport, check_step, has_padding, is_told, precision_in
+from .step_parity import BOTH, NO_PADDING, REFILLED, ZEROED, StepReport, check_step, few_items, is_told, precision_in
 
 
-__all__ = ["Parity", "ParitySchedule", "compare", "first_call", "print_reports"]
+__all__ = ["Parity", "compare", "first_call", "print_reports"]
 
 logger = get_logger(__name__)
 
@@ -52,59 +53,9 @@ MIXES_ROWS = (
     "`max_tokens_per_batch` (some rows at a time) and `prefix_sharing` (shared tokens once)"
 )
 
-METRICS_READ_PADDING = (
-    "metrics that read logits at padding, which are zero in a packed forward: on a few rows {}. In `prediction_step` "
-    "and `compute_metrics`, mask them by `attention_mask`, or use only labels other than -100"
-)
-
 NOT_COMPARED = (
     "The loss of {} is not compared: its batches lack `input_ids` and `attention_mask`. If it reads padding, mask it."
 )
-
-MOST_ZEROS = 50
-"""Most steps without a gradient that are compared: a model may amplify rounding so much that no step has one."""
-
-
-@dataclass
-class ParitySchedule:
-    """
-    The batches of training, or of evaluation, on which the trainer's step is compared, and the verdicts.
-
-    If a compared batch has no padding, or shows nothing (no gradient, a loss of zero), the step is compared again on
-    the next batch with padding. All processes must call each method, which returns the same on all.
-
-    Attributes:
-        trainer ([`~transformers.Trainer`]): The trainer.
-        is_active (`bool`): Whether the step is compared on a further batch.
-        needs_padding (`bool`): Whether the next compared batch must have padding.
-        zeros (`int`): The number of compared steps that showed nothing.
-    """
-
-    trainer: Any
-    is_active: bool
-    needs_padding: bool = False
-    zeros: int = 0
-
-    def is_due(self, batches: list[dict[str, torch.Tensor]], is_clear: bool = True) -> bool:
-        """Whether all processes compare the step on `batches`; `is_clear`: whether it can be compared on this one."""
-        # A loss may read padding, which a first batch of equally long rows does not show.
-        is_padded = on_any_process(self.trainer, has_padding(batches))
-        if self.needs_padding and not is_padded:
-            return False
-        # Processes are in step: they compare in the first step, or not at all.
-        if is_clear or self.trainer.accelerator.num_processes > 1:
-            self.is_active, self.needs_padding = not is_padded, True
-        return not on_any_process(self.trainer, not is_clear)
-
-    def verdict(self, is_ok: bool, is_zero: bool) -> bool | None:
-        """Whether the step is right on all processes; `None` if it is zero on all: then another one is compared."""
-        if on_any_process(self.trainer, not is_ok):
-            return False
-        if on_any_process(self.trainer, not is_zero):
-            return True
-        self.zeros += 1
-        self.is_active = self.zeros < MOST_ZEROS
-        return None
 
 
 class Parity(Part):
@@ -117,7 +68,7 @@ class Parity(Part):
     Then the trainer's own step is compared, on a few rows of the batch ([`check_step`]), and again on each batch until
     one has a gradient, as [`ParitySchedule`] says. If padding removal changes its loss or gradient, although the
     model is right, this and all later steps are computed padded. If metrics of an evaluation read padding
-    ([`metric_of_padding`]), evaluations are computed padded.
+    ([`MetricsParity`]), evaluations are computed padded.
     """
 
     def attach_to_models(self) -> None:  # a model is compared on its own first batches
@@ -128,7 +79,7 @@ class Parity(Part):
         self._loss_functions = loss_functions(self.trainer)
         trainer = weakref.proxy(self.trainer)
         self._schedules = {m: ParitySchedule(trainer, self.settings.parity_check) for m in ("train", "eval")}
-        self._metrics_functions: list[Any] = []  # of the last evaluation
+        self._metrics = MetricsParity(self.settings.parity_check)
         self._first_steps: dict[str, int] = {}  # of each mode
         self._is_cut_off = False
 
@@ -164,36 +115,28 @@ class Parity(Part):
     def around_evaluation_loop(self, evaluation: Evaluation) -> Iterator[None]:
         trainer, padding, predict = self.trainer, self.trainer.padding, self.trainer.prediction_step
         own = custom_method(trainer, {"prediction_step"}) is not None
-        functions = [predict, trainer.compute_metrics, trainer.preprocess_logits_for_metrics]
-        if (functions := [(f, code_of(f)) for f in functions]) != self._metrics_functions:
-            self._metrics_functions, padding.why_eval_padded = functions, None
-            self._metrics_schedule = ParitySchedule(trainer, self.settings.parity_check, needs_padding=True)
 
+        @wraps(predict)  # so that a user's function, which was set on the trainer, is still found
         def compared(model: torch.nn.Module, inputs: Any, loss_only: bool | None, *args: Any, **kwargs: Any) -> Any:
-            if own or (trainer.compute_metrics is not None and not loss_only):
-                self._compare_metrics(predict, inputs, loss_only)
-            reason = padding.why_eval_padded
+            def padded() -> list[dict[str, torch.Tensor]]:
+                return padding.task.padded_batches(inputs) if padding.handles else []
+
+            def rows() -> list[Any]:  # none if the batch cannot be cut
+                of_type = dict if isinstance(inputs, dict) else type(inputs)
+                return [*map(of_type, few_items(trainer, inputs)[0][:1])]
+
+            with temporarily_set(padding, running=None, in_steps=(), why_padded=None):
+                self._metrics.compare(trainer, padding.handles, predict, loss_only, padded, rows)
+            reason = padding.why_eval_padded = self._metrics.why_padded
             # Steps run padded, and count that. A method of the user may call the model outside of a step.
             around = self.around_user_step(model, "eval") if own else contextlib.nullcontext()
-            padded = entered(handle.padded(reason) for handle in padding.handles if reason and own)
-            with temporarily_set(padding, why_padded=padding.why_padded or (None if own else reason)), padded, around:
+            own_padded = entered(handle.padded(reason) for handle in padding.handles if reason and own)
+            why_padded = padding.why_padded or (None if own else reason)
+            with temporarily_set(padding, why_padded=why_padded), own_padded, around:
                 return predict(model, inputs, loss_only, *args, **kwargs)
 
         with temporarily_set(trainer, prediction_step=compared):
             yield
-
-    def _compare_metrics(self, predict: Callable[..., Any], inputs: Any, loss_only: bool | None) -> None:
-        """Run evaluations padded if their metrics read padding, on the first batch that has any."""
-        trainer, schedule, changed = self.trainer, self._metrics_schedule, None
-        is_checked = schedule.is_active and trainer.padding.handles and not is_sharded(trainer)
-        if not (is_checked and schedule.is_due(trainer.padding.task.padded_batches(inputs))):
-            return
-        try:
-            changed = metric_of_padding(trainer, predict, inputs, loss_only)
-        except Exception as error:  # they may need all rows
-            logger.warning(f"The metrics were not compared with padded ones: on a few rows they raise {error!r}.")
-        if schedule.verdict(changed is None, is_zero=False) is False:
-            trainer.padding.why_eval_padded = METRICS_READ_PADDING.format(changed or "of another process")
 
     # -- the models
 
@@ -340,7 +283,7 @@ class Parity(Part):
             outcome = f"{f'`{name}`' if name else 'the loss'} was not compared with its padded value: {report}"
             outcome += ". It reads zeros for logits at padding: mask them, or set `padding_free=False`." * bool(name)
         elif verdict is None:
-            then = "the next batch is compared" if schedule.is_active else f"none is compared after {MOST_ZEROS}"
+            then = "the next batch is compared" if schedule.is_active else f"none is compared after {schedule.zeros}"
             outcome = f"parity not tested, the trainer's own loss: zero or no gradient on {report.items}; {then}"
         else:
             untested = "; not tested on padding, because the batch has none" if schedule.is_active else ""
