@@ -51,6 +51,10 @@ def of_model(inputs):
     return {name: inputs[name] for name in ("input_ids", "attention_mask")}
 
 
+def mask_of(inputs):
+    return inputs["attention_mask"]
+
+
 def norms(trainer):
     return [log["grad_norm"] for log in trained(trainer)]
 
@@ -204,8 +208,11 @@ def test_a_loss_that_was_not_compared_is_named_with_the_cause(kind, given, said,
     assert any("was not compared" in line for line in our_warnings(caplog)) is ("packing" not in given)
 
 
-def test_a_loss_that_replaces_another_one_is_compared_once(tmp_path, capsys):
-    """Between two trainings: in a cell, with another value in its closure, or within the function (`%autoreload`)."""
+def test_a_loss_that_replaces_another_one_is_compared_once(tmp_path, capsys, monkeypatch):
+    """
+    Between two trainings: in a cell, with another value in its closure, within the function (`%autoreload`), or in a
+    function that it calls.
+    """
 
     def mean(model, inputs, weights):
         return (model(**of_model(inputs)).logits.logsumexp(-1) * weights).mean()
@@ -240,11 +247,17 @@ def test_a_loss_that_replaces_another_one_is_compared_once(tmp_path, capsys):
         assert not is_packed()
         del owner.compute_loss
         assert is_packed()
+    trainer.compute_loss = lambda model, inputs, **_: mean(model, inputs, mask_of(inputs))
+    assert is_packed()
+    monkeypatch.setitem(globals(), "mask_of", lambda inputs: inputs["attention_mask"] + 1)
+    assert not is_packed()
+    del trainer.compute_loss
+    assert is_packed()
     batch = next(iter(trainer.get_train_dataloader()))
     with contextlib.suppress(ZeroDivisionError), trainer.observe_step(trainer.model, batch):
         raise ZeroDivisionError  # an error of a step, after its checks
     assert is_packed()
-    assert capsys.readouterr().out.count("parity ok, the trainer's own loss") == 4
+    assert capsys.readouterr().out.count("parity ok, the trainer's own loss") == 6
 
 
 @pytest.mark.parametrize("check", ["check_parity", "check_step"])

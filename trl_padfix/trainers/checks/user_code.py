@@ -22,7 +22,7 @@ from ...core.anatomy import find_pretrained
 from ...core.context import set_until_closed, temporarily_set
 from ...core.handle import PaddingRemoval
 from ...core.model.changes import is_harmless
-from ...core.model.inspection import TRUSTED_GRADIENT_HOOKS, code_of, is_of, module_of, name_of
+from ...core.model.inspection import TRUSTED_GRADIENT_HOOKS, codes_of, is_of, module_of, name_of
 from ...core.patches.heads import SCORED_FROM_PADDING
 from ..data.batch_rows import scores_padding
 from ..distributed import PaddingFreeTrainer
@@ -62,10 +62,13 @@ def custom_loss_name(trainer: PaddingFreeTrainer) -> str | None:
 
 
 def loss_functions(trainer: PaddingFreeTrainer) -> list[tuple[Any, Any]]:
-    """The functions that compute the loss of a trainer, each with its code, which `%autoreload` replaces within it."""
+    """
+    The functions that compute the loss of a trainer, each with its code, which `%autoreload` replaces within it; and
+    functions that these call, which a cell of a notebook replaces.
+    """
     owners = [vars(trainer), *map(vars, type(trainer).__mro__)]
     methods = [inspect.unwrap(owner[name]) for owner in owners for name in sorted(LOSS_METHODS & owner.keys())]
-    return [(function, code_of(function)) for function in [*methods, vars(trainer).get("compute_loss_func")]]
+    return [code for f in [*methods, vars(trainer).get("compute_loss_func")] for code in codes_of(f)]
 
 
 def custom_batch_name(trainer: PaddingFreeTrainer) -> str | None:
