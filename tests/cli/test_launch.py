@@ -363,5 +363,11 @@ def test_flags_of_accelerate_are_taken_from_the_command_line_and_the_yaml(recipe
     assert launch.training_script_args == ["dpo", *args]
     given = [str(recipe.parent / name) for name in ("model", "data")]
     to_train = ["--accelerate_config", "zero3", "--model_name_or_path", given[0], "--dataset_name", given[1]]
-    _, launch = parse("dpo", [*to_train, "--use_cpu", "true", "--bf16", "false"])
+    to_train += ["--use_cpu", "true", "--bf16", "false"]
+    _, launch = parse("dpo", to_train)
     assert Path(launch.config_file).name == "zero3.yaml"  # one of TRL's
+    grpo = [*to_train, "--reward_funcs", "think_format_reward", "--per_device_train_batch_size", "1"]
+    (_, training, *_), _ = parse("grpo", grpo, is_command=True)
+    assert training.generation_batch_size == 8  # of the processes that zero3.yaml names
+    with pytest.raises(ValueError, match=r"generation_batch_size \(1\) must be divisible by num_generations"):
+        parse("grpo", grpo)

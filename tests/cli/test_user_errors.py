@@ -130,6 +130,12 @@ EARLY = [
     (["dpo", *RUN, "--lora_target_modules", "q_proj,v_proj"], "got 'q_proj,v_proj', write '.*(q_proj|v_proj)'."),
     (["dpo", *MODEL, "--dataset_name", "C:\\data"], "'C:\\\\data' here (/"),
     (["grpo", *PROMPTS, "--reward_funcs", "accuracy_reward"], "no column 'solution'; it has ['prompt']. The accuracy"),
+    (["dpo", *RUN, "--bf16=1", "--use_cpu=0"], "runs on CPUs only, where bf16 (the default) needs `--use_cpu true`."),
+    (["dpo", *RUN, "--load_best_model_at_end"], "`save_strategy` (steps) and `eval_strategy` (no) must be the same"),
+    (["dpo", *RUN, "--optim_args", "betas"], "--optim_args: invalid NAME=VALUE value: 'betas'."),
+    (["dpo", *RUN, "--f_divergence_type", "js"], "invalid choice: 'js' (choose from 'alpha_divergence', 'forward_kl"),
+    (["sft", *TEXTS, "--padding_free", "--group_by_prefix"], "--group_by_prefix: it needs `prefix_sharing: true`."),
+    (["sft", *TEXTS, "--packing", "--group_by_prefix"], "--group_by_prefix: `packing` is true too. Set one of them"),
     (["dpo", *RUN, "--lora_r", "8"], "--lora_r: it has no effect without `use_peft: true`. Set both, or neither."),
     (["dpo", *RUN, "--lr_scheduler_kwargs", '{"a": 1'], "--lr_scheduler_kwargs: invalid dict value: '{\"a\": 1'."),
     (["dpo", *RUN, "--use_lora", "true"], "--use_lora (it is `use_peft` here)"),
@@ -206,6 +212,7 @@ def test_a_mistake_is_a_message_and_an_exit_code(material):
 
 
 def test_a_mistake_is_said_before_what_takes_seconds(monkeypatch):
+    monkeypatch.setattr("trl_padfix.cli.config_file.installed_version", lambda package: "2.9.0+cpu")
     monkeypatch.setattr("trl_padfix.cli.launch.make_parser", None)
     monkeypatch.setattr("trl_padfix.cli.stats.require", None)
     monkeypatch.setitem(PACKAGES, "use_liger_kernel", "no_kernel")
@@ -214,7 +221,9 @@ def test_a_mistake_is_said_before_what_takes_seconds(monkeypatch):
 
 def test_right_values_of_these_fields_pass(monkeypatch):
     args = [*RUN[:-2], "--loss_type", "sigmoid", "sft", "--num_train_epochs", "0.5", "--max_steps=-1", "--lora_r=8"]
-    args += ["--use_peft=false", "--model_init_kwargs", '{"a": {"b": true}}', "--dataset_name", "pairs_folder"]
+    args += ["--padding_free", "--prefix_sharing=auto", "--group_by_prefix", "--optim_args=eps=1e-6,betas=x"]
+    args += ["--load_best_model_at_end", "--save_strategy=best", "--use_peft=false", "--dataset_name", "pairs_folder"]
+    args += ["--model_init_kwargs", '{"a": {"b": true}}']
     assert check_given("dpo", read_given(args)) is None
     monkeypatch.setenv("TRL_PADFIX_OFF", "1")
     args += ["--prefix_sharing", "--lora_target_modules=.*_proj", "--packed_multiple_of", "64", "128"]

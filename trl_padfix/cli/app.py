@@ -58,7 +58,7 @@ def training(method: str) -> Callable[[typer.Context], None]:
     def train(ctx: typer.Context) -> None:
         if set(ctx.args) & {"-h", "--help"}:  # before `accelerate` is imported
             make_parser(method).parse_args(["--help"])
-        _, launch = parse(method, ctx.args)
+        _, launch = parse(method, ctx.args, is_command=True)
         from accelerate.commands.launch import launch_command
         from torch.distributed.elastic.multiprocessing.api import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -35,6 +35,7 @@ BOOLEANS = ["yes", "true", "t", "y", "1", "no", "false", "f", "n", "0"]
 """Strings that the parser of transformers treats as flags."""
 
 READERS = {"int": int, "float": float, "bool": BOOLEANS.index, "dict": lambda word: {**json.loads(word)}}
+READERS["NAME=VALUE"] = lambda word: dict(pair.split("=") for pair in word.split(","))  # as transformers reads it
 """Readers of the values that are checked, by the types of fields. They raise an error; other types read all."""
 
 OPEN = {"accelerate_config", "attn_implementation", "ref_attn_implementation", "teacher_attn_implementation"}
@@ -48,6 +49,17 @@ BOUNDS = {
     f"at least 0 and below {2**32}": (lambda x: 0 <= x < 2**32, "seed"),
 }
 """Patterns of fields, by the values that they take."""
+
+COMPARED = ("f_divergence_type", "importance_sampling_level", "loss_type", "multi_objective_aggregation")
+"""Fields with choices that only TRL's trainers list, in comparisons."""
+
+NEEDS = dict.fromkeys(("prefix_sharing", "max_tokens_per_batch", "packed_multiple_of"), "padding_free") | {
+    "pool_last_token": "padding_free", "group_by_prefix": "prefix_sharing",
+}  # fmt: skip
+"""Fields that have no effect without another one."""
+
+DEVICES = ("torch_npu", "torch_xla", "torch_mlu", "torch_musa", "torch_supa", "torch_neuronx", "habana_frameworks")
+"""Packages that train on other devices than CPUs with a CPU build of torch."""
 
 IN_YAML = ("bfd-requeue", "float64")
 """Values that TRL takes in a YAML, although the choices of their fields lack them."""
@@ -132,8 +144,9 @@ def check_given(method: str, given: Given) -> str | bool | None:
     values, places = ({whole[name]: x for name, x in by_name.items()} for by_name in given)
     if not newer_trl():  # a later TRL may declare fields in other files; the parser of its script checks the names
         check_names(method, places, fields)
-    on = {name for name, value in values.items() if str(value).lower() in BOOLEANS[:5]}
-    is_on_cpu = "use_cpu" in on or "+cpu" in str(installed_version("torch"))
+    on = {name for name, value in values.items() if str(value).lower() in (*BOOLEANS[:5], "auto")}
+    has_device = "+cpu" not in str(torch := installed_version("torch")) or any(map(find_spec, DEVICES))
+    is_on_cpu = "use_cpu" in on or not has_device
     if "--env" in places.values():
         raise ValueError("`env` works only in a YAML (`env: {NAME: VALUE}`). Here write `NAME=VALUE trl-padfix ...`.")
     for name, value in values.items():
@@ -147,12 +160,16 @@ def check_given(method: str, given: Given) -> str | bool | None:
             raise ValueError(f"{places[name]}: run `pip install {package}`, which it needs.")
         if name in OPEN and str(value).startswith(("flash", "flex")) and is_on_cpu:
             raise ValueError(f"{places[name]}: {value!r} needs a GPU, and this run has none. Write 'sdpa'.")
-    if {"bf16", "fp16"} <= on:
-        raise ValueError(f"{places['fp16']}: `bf16` is true too. Set one of them to false.")
-    is_free = is_off() or "padding_free" in on
-    for name in ("prefix_sharing", "max_tokens_per_batch", "packed_multiple_of"):
-        if not is_free and str(values.get(name)).lower() not in ("none", *BOOLEANS[5:]):
-            raise ValueError(f"{places[name]}: it needs `padding_free: true`. Set both, or neither.")
+    for name, other in {"fp16": "bf16", "group_by_prefix": None if is_off() else "packing"}.items():
+        if {name, other} <= on:
+            raise ValueError(f"{places[name]}: `{other}` is true too. Set one of them to false.")
+    for name, other in () if is_off() else NEEDS.items():
+        if other not in on and str(values.get(name)).lower() not in ("none", *BOOLEANS[5:]):
+            raise ValueError(f"{places[name]}: it needs `{other}: true`. Set both, or neither.")
+    saves, evaluates = values.get("save_strategy", "steps"), values.get("eval_strategy", "no")
+    if "load_best_model_at_end" in on and saves not in ("best", evaluates):
+        problem = f"`save_strategy` ({saves}) and `eval_strategy` ({evaluates}) must be the same"
+        raise ValueError(f"{places['load_best_model_at_end']}: {problem}, or `save_strategy: best`.")
     budget, longest = (int(values.get(name) or 0) for name in ("max_tokens_per_batch", "max_completion_length"))
     if 0 < budget < longest and not is_off():
         raise ValueError(f"{places['max_tokens_per_batch']}: it must be at least `max_completion_length` ({longest}).")
@@ -171,6 +188,10 @@ def check_given(method: str, given: Given) -> str | bool | None:
     _check_rewards(names or (), places.get("reward_funcs", ""))
     if not (values.get("dataset_name") or values.get("datasets")):
         raise ValueError("No dataset: set `--dataset_name` to a folder or Hub id, or `datasets` in a YAML.")
+    is_bf16 = {"bf16", "bf16_full_eval"} & on or (values.get("bf16") is None and "fp16" not in on)
+    if is_bf16 and not (has_device or {"use_cpu", "no_cuda"} & on):
+        problem = f"torch {torch} runs on CPUs only, where bf16 (the default) needs `--use_cpu true`"
+        raise ValueError(f"{problem}. Set it, or install torch for your GPU.")
     _check_data(method, values, places)
     return resume_from
 
@@ -204,21 +225,23 @@ def declared_fields(method: str) -> dict[str, set[str]]:
     attentions = {*map(repr, re.findall(r'"(\w+)": \w+_attention\w*_forward', source))}
     # None: a later transformers registers them elsewhere.
     fields |= dict.fromkeys(OPEN & fields.keys(), attentions | {"'auto'", "'eager'", "None"} if attentions else set())
-    if losses := _losses(method):
-        fields["loss_type"] = fields["loss_type"] & {"None", "list"} | losses
+    fields |= {name: fields[name] & {"None", "list"} | choices for name, choices in _compared(method).items()}
     source = (_folder("transformers") / "integrations/integration_utils.py").read_text("utf-8")
     if loggers := {repr(name) for name in re.findall(r'^    "(\w+)": \w+Callback,', source, re.MULTILINE)}:
         fields["report_to"] = {"None", "list", "'all'", "'none'"} | loggers
+    fields["optim_args"] = {"None", "NAME=VALUE"}
     fields["run_name"] = {"None", "text"}  # YAML reads 7 and 2026-11-30 as other types than text
     fields["accelerate_config"] = {repr(file.stem) for file in (_folder("trl") / "accelerate_configs").glob("*.yaml")}
     return fields
 
 
-def _losses(method: str) -> set[str]:
-    """The quoted values with which a trainer of TRL compares its `loss_type`; none of a later TRL."""
+def _compared(method: str) -> dict[str, set[str]]:
+    """The quoted values with which a trainer of TRL compares the fields of [`COMPARED`]; none of a later TRL."""
     source = (_folder("trl") / f"trainer/{method}_trainer.py").read_text("utf-8") if not newer_trl() else ""
-    compared = re.findall(r'loss_type (?:==|(?:not )?in) ("\w+"|[\[({][^\])}]*)', source)
-    return {repr(name) for values in compared for name in re.findall(r'"(\w+)"', values)}
+    found: dict[str, set[str]] = {}
+    for name, values in re.findall(rf'\b({"|".join(COMPARED)}) (?:==|(?:not )?in) ("\w+"|[\[({{][^\])}}]*)', source):
+        found.setdefault(name, set()).update(map(repr, re.findall(r'"(\w+)"', values)))
+    return found
 
 
 def _declared_in(files: Iterable[Path]) -> dict[str, set[str]]:

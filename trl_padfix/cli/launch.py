@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence, Sized
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -75,7 +75,7 @@ def make_parser(method: str) -> TrlParser:
     return parser
 
 
-def parse(method: str, args: Sequence[str]) -> tuple[list[Any], Namespace]:
+def parse(method: str, args: Sequence[str], is_command: bool = False) -> tuple[list[Any], Namespace]:
     """
     Read the flags and the YAML of a command.
 
@@ -84,6 +84,8 @@ def parse(method: str, args: Sequence[str]) -> tuple[list[Any], Namespace]:
             One of [`METHODS`].
         args (`Sequence[str]`):
             Flags of TRL's script, of our configuration and of `accelerate launch`, in any order.
+        is_command (`bool`, *optional*, defaults to `False`):
+            Whether this process launches the ones that train.
 
     Returns:
         `tuple`: The parsed script, training, model and data arguments and the flags of this command; and the arguments
@@ -102,21 +104,29 @@ def parse(method: str, args: Sequence[str]) -> tuple[list[Any], Namespace]:
     unsaid = "The following values were not passed to"  # what it sets where the user set none
     logging.getLogger("accelerate.commands.launch").addFilter(lambda record: unsaid not in record.getMessage())
     from accelerate.commands.launch import default_config_file, launch_command_parser
+    from torch.cuda import device_count
+    from transformers import TrainingArguments
     from trl.cli.accelerate_config import resolve_accelerate_config_argument
 
     parser = make_parser(method)
-    *parsed, others = parser.parse_args_and_config(args, return_remaining_strings=True)
-    others = resolve_accelerate_config_argument(others)
+    classes, parser.dataclass_types = parser.dataclass_types, []
+    others = resolve_accelerate_config_argument(parser.parse_args_and_config(args, return_remaining_strings=True)[-1])
     script = ["--module", "trl_padfix.cli.launch", method, *args]
     launch, unknown = launch_command_parser().parse_known_args([*others, *script])
     if unknown or launch.training_script_args != script[2:]:
         raise ValueError(f"Unexpected argument `{' '.join(unknown or [launch.training_script])}`.")
     chosen = {"cpu", "mpirun_hostfile", "tpu", "use_deepspeed", "use_fsdp", "use_megatron_lm"}
     file = Path(launch.config_file or default_config_file)
-    says_how = file.is_file() and not re.search(r"distributed_type: \W?NO\b", file.read_text("utf-8"))
+    text = file.read_text("utf-8") if file.is_file() else ""
+    says_how = text and not re.search(r"distributed_type: \W?NO\b", text)
     is_chosen = says_how or any(vars(launch)[name] for name in chosen)
     if not is_chosen and (launch.num_processes or 1) > 1:
         launch.multi_gpu = True  # else accelerate runs one process where it finds no two GPUs
+    parser.dataclass_types = classes
+    listed = re.search(r"\bnum_processes\W+(\d+)", text)
+    count = launch.num_processes or (int(listed[1]) if listed else max(1, device_count()))
+    with patch.object(TrainingArguments, "world_size", count) if is_command else nullcontext():  # else GRPO counts 1
+        *parsed, _ = parser.parse_args_and_config(args, return_remaining_strings=True)
     parsed[1].resume_from_checkpoint = resume_from
     parsed[1].run_name = parsed[1].run_name and str(parsed[1].run_name)
     return parsed, launch
