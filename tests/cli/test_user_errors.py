@@ -130,11 +130,13 @@ EARLY = [
     (["dpo", *RUN, "--lora_target_modules", "q_proj,v_proj"], "got 'q_proj,v_proj', write '.*(q_proj|v_proj)'."),
     (["dpo", *MODEL, "--dataset_name", "C:\\data"], "'C:\\\\data' here (/"),
     (["grpo", *PROMPTS, "--reward_funcs", "accuracy_reward"], "no column 'solution'; it has ['prompt']. The accuracy"),
-    (["dpo", *RUN, "--bf16=1", "--use_cpu=0"], "runs on CPUs only, where bf16 (the default) needs `--use_cpu true`."),
+    (["dpo", *RUN, "--bf16=1", "--use_cpu=0"], "2.9.0+cpu has no GPU: for bf16 (the default) set `--use_cpu true`"),
     (["dpo", *RUN, "--load_best_model_at_end"], "`save_strategy` (steps) and `eval_strategy` (no) must be the same"),
     (["dpo", *RUN, "--optim_args", "betas"], "--optim_args: invalid NAME=VALUE value: 'betas'."),
     (["dpo", *RUN, "--f_divergence_type", "js"], "invalid choice: 'js' (choose from 'alpha_divergence', 'forward_kl"),
     (["sft", *TEXTS, "--padding_free", "--group_by_prefix"], "--group_by_prefix: it needs `prefix_sharing: true`."),
+    (["sft", *TEXTS, "--chat_template_path", "a.jinja"], "--chat_template_path: there is no file or folder 'a.jinja'"),
+    (["sft", *TEXTS, "--report_to", "swanlab"], "--report_to: run `pip install swanlab`, which it needs."),
     (["sft", *TEXTS, "--packing", "--group_by_prefix"], "--group_by_prefix: `packing` is true too. Set one of them"),
     (["dpo", *RUN, "--lora_r", "8"], "--lora_r: it has no effect without `use_peft: true`. Set both, or neither."),
     (["dpo", *RUN, "--lr_scheduler_kwargs", '{"a": 1'], "--lr_scheduler_kwargs: invalid dict value: '{\"a\": 1'."),
@@ -225,6 +227,8 @@ def test_right_values_of_these_fields_pass(monkeypatch):
     args += ["--load_best_model_at_end", "--save_strategy=best", "--use_peft=false", "--dataset_name", "pairs_folder"]
     args += ["--model_init_kwargs", '{"a": {"b": true}}']
     assert check_given("dpo", read_given(args)) is None
+    for template in ("rows.txt", "models/good"):
+        assert check_given("sft", read_given([*TEXTS, "--chat_template_path", template])) is None
     monkeypatch.setenv("TRL_PADFIX_OFF", "1")
     args += ["--prefix_sharing", "--lora_target_modules=.*_proj", "--packed_multiple_of", "64", "128"]
     assert check_given("dpo", read_given(args)) is None

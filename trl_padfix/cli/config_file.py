@@ -66,6 +66,7 @@ IN_YAML = ("bfd-requeue", "float64")
 
 PACKAGES = dict.fromkeys(("load_in_4bit", "load_in_8bit", "adamw_8bit", "paged_adamw_8bit"), "bitsandbytes") | {
     "deepspeed": "deepspeed", "use_liger_kernel": "liger_kernel", "use_vllm": "vllm", "wandb": "wandb",
+    "comet_ml": "comet_ml", "mlflow": "mlflow", "swanlab": "swanlab", "trackio": "trackio",
 }  # fmt: skip
 """Packages that a field needs, or a value of `optim` or `report_to`."""
 
@@ -190,8 +191,7 @@ def check_given(method: str, given: Given) -> str | bool | None:
         raise ValueError("No dataset: set `--dataset_name` to a folder or Hub id, or `datasets` in a YAML.")
     is_bf16 = {"bf16", "bf16_full_eval"} & on or (values.get("bf16") is None and "fp16" not in on)
     if is_bf16 and not (has_device or {"use_cpu", "no_cuda"} & on):
-        problem = f"torch {torch} runs on CPUs only, where bf16 (the default) needs `--use_cpu true`"
-        raise ValueError(f"{problem}. Set it, or install torch for your GPU.")
+        raise ValueError(f"torch {torch} has no GPU: for bf16 (the default) set `--use_cpu true`, or reinstall it.")
     _check_data(method, values, places)
     return resume_from
 
@@ -363,10 +363,11 @@ def _folder(package: str) -> Path:
 def _check_model(method: str, values: dict[str, Any], places: dict[str, str]) -> str | bool | None:
     """Raise an error for a model or a checkpoint that is not there, and return the checkpoint to resume from."""
     in_cache = not {"env", "model_init_kwargs"} & values.keys()  # they may set another cache
-    for field in ("model_name_or_path", "teacher_model_name_or_path", "reward_model_name_or_path"):
-        if name := values.get(field):
+    for field in (name for name in values if name.endswith(("model_name_or_path", "chat_template_path"))):
+        if (name := values.get(field)) and not (field == "chat_template_path" and Path(name).is_file()):
             # TRL first reads the configuration of a model, except for a reward: only there an adapter can be loaded.
-            holds = ("config.json",) if in_cache and "reward" not in (method, field[:6]) else ()
+            # The template may be that of a tokenizer without a model.
+            holds = ("config.json",) if in_cache and not {"reward", "chat_t"} & {method, field[:6]} else ()
             refuse_missing(name, places[field], in_cache, holds)
     output_dir = str(values.get("output_dir") or "trainer_output")
     there = str(next(path for path in (Path(output_dir), *Path(output_dir).absolute().parents) if path.exists()))
