@@ -173,6 +173,8 @@ def test_help_shows_our_fields_first_and_all_of_trls(method):
     result = trl_padfix_command(method, "--help")
     assert result.exit_code == 0
     assert result.output.startswith(f"usage: trl-padfix {method} [--config FILE.yaml]")
+    with pytest.raises(SystemExit, match="0"):  # as the scripts of `recipes/`
+        run(method, ["--help"])
     ours, theirs = result.output.split("\noptions:\n")
     assert ours.count("padding removal:\n") == 1
     words = set(ours.replace(",", " ").split())

@@ -15,7 +15,7 @@ from typer import Option
 from ..version import __version__
 from . import INTERRUPTED, METHODS, disable_telemetry
 from .doctor import doctor
-from .launch import make_parser, parse
+from .launch import parse
 from .stats import stats
 from .user_errors import DEBUG, UserErrorGroup
 
@@ -56,8 +56,6 @@ def training(method: str) -> Callable[[typer.Context], None]:
     """Make the command of one of [`METHODS`]."""
 
     def train(ctx: typer.Context) -> None:
-        if set(ctx.args) & {"-h", "--help"}:  # before `accelerate` is imported
-            make_parser(method).parse_args(["--help"])
         _, launch = parse(method, ctx.args, is_command=True)
         from accelerate.commands.launch import launch_command
         from torch.distributed.elastic.multiprocessing.api import SignalException

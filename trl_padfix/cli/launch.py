@@ -94,6 +94,8 @@ def parse(method: str, args: Sequence[str], is_command: bool = False) -> tuple[l
     Raises:
         ValueError: For unknown flags and keys, and for invalid values.
     """
+    if {*args} & {"-h", "--help"}:  # before `accelerate` is imported
+        make_parser(method).parse_args(["--help"])
     # TRL's parser looks for `--config` as a word of its own.
     args = [part for word in args for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
     # Transformers makes `--no_FIELD` only for fields that are true; two flags of accelerate begin with `--no_`.
