@@ -194,6 +194,9 @@ def test_sequences_of_a_packed_row_share_what_they_begin_with():
 def test_other_shapes_are_errors(positions, ids):
     with pytest.raises(ValueError, match=r"`\(B, L\)`"):
         packed_layout(positions, input_ids=ids)
+    ids, mask = batch("right")
+    with remove_padding(model := build("qwen2")), pytest.raises(ValueError, match=r"shape \(\d+,\): pass `\(B, L\)`"):
+        model(ids, attention_mask=mask, position_ids=torch.arange(ids.shape[1]))
 
 
 # -- the same numbers

@@ -91,6 +91,8 @@ def _unfilled(inputs: DecoderInputs, handle: PaddingRemoval) -> Layout | None:
             f"The decoder was called with ids of shape {tuple(ids.shape)}. Padding is removed from ids of shape "
             "`(B, L)`. Flatten the dimensions before the last one, or run this call inside `with handle.disabled():`.",
         )
+    if (positions := inputs.positions) is not None and positions.dim() < 2:
+        raise ValueError(f"`position_ids` have shape {tuple(positions.shape)}: pass `(B, L)` or `(1, L)`.")
     # A mask and `cu_seqlens` together are ambiguous: such a call runs unchanged.
     if batch is None or (mask is not None and inputs.cu_seqlens is not None):
         return None
