@@ -97,3 +97,11 @@ def test_loss_is_the_models_own_on_the_right_scores():
         embedded = model(inputs_embeds=model.get_input_embeddings()(ids), attention_mask=mask, labels=labels).loss
     same_scores(found, expected)
     same_scores(embedded, expected)
+
+
+def test_a_model_without_a_pad_token_is_told_to_get_one_and_nothing_else(caplog):
+    model, (ids, mask) = classifier(pad_token_id=None), pad(ROWS, "right", pad_id=EOS)
+    with remove_padding(model), pytest.raises(ValueError, match="no padding token"):  # of transformers
+        model(ids, attention_mask=mask)
+    assert "`model.config.pad_token_id = " in caplog.text
+    assert "pool_last_token" not in caplog.text

@@ -241,10 +241,11 @@ class PoolingPatch(BatchPatch):
         not_last, is_padding = _pooled_tokens(ids, mask, pad)
         own_pad = (
             "Give the tokenizer a pad token of its own (`tokenizer.add_special_tokens({'pad_token': '<pad>'})`, "
-            "`model.config.pad_token_id = tokenizer.pad_token_id`, `model.resize_token_embeddings(len(tokenizer))`), "
-            "or score"
+            "`model.config.pad_token_id = tokenizer.pad_token_id`, `model.resize_token_embeddings(len(tokenizer))`)"
         )
-        remedy = f"{'Score' if ids is None else own_pad} the last real token with `pool_last_token=True`."
+        last = "the last real token with `pool_last_token=True`."
+        # Without a pad token transformers raises an error for several rows, which no choice of a state prevents.
+        remedy = f"{own_pad}." if pad is None else f"Score {last}" if ids is None else f"{own_pad}, or score {last}"
         if rows := is_padding.nonzero().flatten().tolist():
             # Raises the error if the handle is strict.
             self.attachment.run_padded(
