@@ -15,7 +15,7 @@ from zoo.families import build as build_family
 from zoo.family_outcomes import alone, batched, gradients_of, stable_topk, weighted
 from zoo.models import COLUMNS, ROWS, batch, build, drawn_batches
 
-from trl_padfix import Layout, pack, padding_free_layout, prefix_sharing_layout, remove_padding, unpack
+from trl_padfix import Layout, PaddingStats, pack, padding_free_layout, prefix_sharing_layout, remove_padding, unpack
 from trl_padfix.core.layout.build import sort_by_keys
 
 
@@ -199,6 +199,8 @@ def test_experts_are_balanced_over_the_tokens_of_the_batch():
         again = torch.cat([ids, ids[3:4]]), torch.cat([mask, mask[3:4]])
         assert abs(balance(*again) - want) > 1e-4
     assert handle.stats.filler_tokens > 0
+    assert repr(handle.stats).endswith(f", filler_tokens={handle.stats.filler_tokens})")
+    assert repr(PaddingStats()).endswith("padded_forwards=0)")
 
 
 # Linear attention, state-space scans (with gradients of states and without), convolutions; rows with ALiBi and an

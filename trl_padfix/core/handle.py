@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -97,7 +97,11 @@ class PaddingStats:
     forwards: int = 0
     shared_forwards: int = 0
     padded_forwards: int = 0
-    filler_tokens: int = field(default=0, repr=False)
+    filler_tokens: int = 0
+
+    def __repr__(self) -> str:
+        counts = (f"{name}={count}" for name, count in vars(self).items() if count or name != "filler_tokens")
+        return f"{type(self).__name__}({', '.join(counts)})"
 
     @property
     def pad_fraction(self) -> float:
@@ -200,8 +204,8 @@ class PaddingRemoval(Attachment):
         self.token_budget: int | None = None  # from a trainer; forwards with more real tokens always share prefixes
         # Mamba's decoder accepts positions among its `**kwargs` and ignores them; its layout still depends on them.
         self.takes_positions = takes(self.decoder, "position_ids") or takes_any_argument(self.decoder)
-        norms = (m for m in self.decoder.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))
-        self.batch_norms = [*norms]  # their statistics are of all tokens of a batch, padding included
+        # Their statistics are of all tokens of a batch, padding included.
+        self.batch_norms = [m for m in self.decoder.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
         self.context_parallel: Group | None = None
         self.stats = PaddingStats()
         self.attention_before: list[tuple[PretrainedConfig, str | None]] = []  # values to restore
