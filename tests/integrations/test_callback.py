@@ -230,7 +230,9 @@ def test_what_it_logs_reaches_the_reporters_before_it(tmp_path, capsys):
 
     train(tmp_path, callbacks=[Reporter(), PaddingRemovalCallback(prefix_sharing=True)])
     assert sum("padfix/pad_fraction" in log for log in seen) == 5
-    assert capsys.readouterr().out.count("parity ok, the trainer's own loss") == 2  # of training and of evaluation
+    said = capsys.readouterr().out
+    assert said.count("parity ok, the trainer's own loss") == 2  # of training and of evaluation
+    assert said.count(", with other values at padding ") == 2  # embeddings, and zeros for logits
 
 
 def test_a_prediction_or_a_log_within_a_training_does_not_end_its_metrics(tmp_path):

@@ -323,7 +323,7 @@ class PaddingRemovalCallback(TrainerCallback):
             if verdict is False:
                 run.why_padded = f"{READS_PADDING}. Or a module takes statistics of the batch in training"
             elif verdict and trainer.accelerator.is_local_main_process:
-                say(f"parity ok, the trainer's own loss: padded {loss:.6g}, with other tokens at padding {other:.6g}")
+                say(f"parity ok, the trainer's own loss: padded {loss:.6g}, with other values at padding {other:.6g}")
 
     def _padded_loss(self, trainer: Trainer, inputs: Any, refilled: list[Any], compute: Callable) -> float:
         """The padded loss of a batch, with other embeddings and zeros for logits at padding if it is `refilled`."""
