@@ -14,6 +14,7 @@ from trl_padfix import check_parity
 from trl_padfix.core.anatomy import find_decoder
 from trl_padfix.core.mixers.mixers import Mixers
 from trl_padfix.core.mixers.node_tree import NodeTree
+from trl_padfix.core.parity.sample import padded_batch
 
 
 # Chunks
@@ -73,3 +74,9 @@ def test_rows_cross_chunks_and_a_scan_that_loses_its_state_there_is_caught(famil
     # Rows of the usual length do not see it.
     monkeypatch.setattr(trl_padfix.core.mixers.mixers, "chunk_of", lambda module: 0)
     assert check_parity(model, LONG, prefix_sharing=sharing, gradients=False).ok
+
+
+def test_bounds_without_positions_give_the_rows_of_a_packed_batch():
+    packed = {"input_ids": torch.tensor([[5, 6, 7, 8, 9]]), "cu_seq_lens_q": torch.tensor([0, 2, 5])}
+    assert padded_batch(packed)[0].tolist() == [[5, 6, 0], [7, 8, 9]]
+    assert check_parity(build("qwen2"), packed).ok

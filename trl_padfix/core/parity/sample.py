@@ -125,8 +125,9 @@ def _with_mask(batch: dict[str, Any]) -> dict[str, Any]:
 def padded_batch(batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     """Ids and mask `(B, L)` of a batch; the sequences of a pre-packed batch are its rows."""
     if _is_packed(batch):
-        layout = packed_layout(batch["position_ids"], cu_seqlens=batch.get("cu_seq_lens_q"))
-        rows = batch["input_ids"].flatten().split(layout.queries.lengths)
+        ids, positions = batch["input_ids"], batch.get("position_ids")
+        positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids) if positions is None else positions
+        rows = ids.flatten().split(packed_layout(positions, cu_seqlens=batch.get("cu_seq_lens_q")).queries.lengths)
         pad = torch.nn.utils.rnn.pad_sequence
         return pad(rows, batch_first=True), pad([torch.ones_like(row) for row in rows], batch_first=True)
     return batch["input_ids"], _with_mask(batch)["attention_mask"]
@@ -144,9 +145,8 @@ def pooling_last_column(sample: Sample, handle: PaddingRemoval) -> Iterator[Samp
     # Right-padded rows are rotated until they are left-padded; their tokens keep their positions.
     column = (positions + mask.sum(1, keepdim=True)) % ids.shape[1]
     inputs |= {k: v.gather(-1, column.expand_as(v)) for k, v in inputs.items() if _has_shape(v, ids.shape)}
-    config = handle.anatomy.pretrained.config.get_text_config()
     # An id that no token has: the classifier finds no padding and pools the last column.
-    with temporarily_set(config, pad_token_id=-1):
+    with temporarily_set(handle.anatomy.pretrained.config.get_text_config(), pad_token_id=-1):
         yield replace(sample, inputs=inputs)
 
 
