@@ -351,6 +351,9 @@ def pack(x: torch.Tensor, layout: Layout) -> torch.Tensor:
     """
     Gather the packed tokens of a padded batch into one row: flash-attn's `unpad_input`.
 
+    With a layout that shares prefixes a shared token has one value, of the row that computes it. Pack only values that
+    are equal in all rows that share the token: ids, positions and states, but not labels or weights of a row.
+
     Args:
         x (`torch.Tensor` of shape `(B, L, ...)`):
             Padded values, in the layout's batch.
@@ -372,7 +375,8 @@ def unpack(x: torch.Tensor, layout: Layout) -> torch.Tensor:
     """
     Scatter packed values to a padded batch: flash-attn's `pad_input`.
 
-    Padding becomes zero. The value of a shared token is copied to each of its rows.
+    Padding becomes zero. The value of a shared token is copied to each of its rows: `unpack(pack(x))` differs from `x`
+    where these rows have different values.
 
     Args:
         x (`torch.Tensor` of shape `(1, T, ...)`):
