@@ -277,7 +277,7 @@ def test_a_compiled_model_is_packed_between_graph_breaks(caplog):
             assert_close(compiled(**inputs, use_cache=False).logits[real], expected[real], terms=64, depth=24)
             assert (handle.stats.packed_tokens, handle.stats.padded_forwards) == (REAL, 0)
             assert "compiles nothing of Qwen2ForCausalLM" in caplog.text
-            exec(re.search(r"`(for .*?)`", caplog.text)[1], {"handle": handle})
+            exec(re.search(r"`(for .*?)`", caplog.text)[1], {"model": model})
             assert all(layer._compiled_call_impl is not None for layer in model.model.layers)
             torch.compiler.reset()
             with pytest.raises(RuntimeError, match="trl_padfix"):  # one graph has no place for packing

@@ -345,8 +345,8 @@ class BatchPatch(ForwardPatch):
     def _untraced(self, *args: Any, **kwargs: Any) -> Any:
         self.attachment.say_once(
             f"`torch.compile` compiles nothing of {type(self.module).__name__}, because padding removal is attached. "
-            "Compile its layers instead: `for layer in handle.anatomy.mixers.layers.values(): layer.compile()` (in a "
-            "trainer: `torch_compile=True`)."
+            "Compile its layers instead: `for layer in model.get_decoder().layers: layer.compile()` (in a trainer: "
+            "`torch_compile=True`)."
         )
         return self.call(*args, **kwargs)
 
