@@ -57,7 +57,6 @@ CASES = [
     (["dpo", *CPU, "--resume_from_checkpoint", "latest"], "there is no complete checkpoint in 'trainer_output'"),
     (["dpo", *RUN, "--resume_from_checkpoint", "--seed", "1"], "--resume_from_checkpoint needs a value"),
     (["dpo", *RUN, "--config", "twice.yaml"], "the key `seed` appears in lines 1 and 3"),
-    (["dpo", *SHARED, "--neftune_noise_alpha", "5"], "gives each token of each row its own noise"),
     (["grpo", *PROMPTS, "--config", "a_word.yaml"], "line 1: reward_funcs: write a list: `reward_funcs: [length]`"),
     (["grpo", *PROMPTS], "No reward: set `--reward_funcs`"),
     (["trainn"], "trainn"),

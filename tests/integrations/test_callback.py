@@ -399,9 +399,6 @@ def test_errors_advise_settings_in_the_words_of_the_stack(tmp_path, monkeypatch)
     for text, callback in said.items():
         with pytest.raises(ParityError, match=text):
             build_trainer(tmp_path, callbacks=[callback]).train()
-    noisy = {"neftune_noise_alpha": 5, "callbacks": [callback_from(given, without="it")]}
-    with pytest.raises(PaddingRemovalError, match="Set `padfix_prefix_sharing: false`"):
-        build_trainer(tmp_path, **noisy).train()
 
 
 def test_keys_of_another_stack_that_are_none():

@@ -123,12 +123,6 @@ BAD = {
     ),
     "images for a text model": rows("KTO", EXAMPLE | {"image": "a.png"}, "vision", **FREE),
     # Settings
-    "noise for tokens that are shared": Bad(
-        "DPO",
-        lambda: FREE | {"prefix_sharing": True, "neftune_noise_alpha": 5.0},
-        "`neftune_noise_alpha` gives each token .* its own noise.*`prefix_sharing=False`",
-        PaddingRemovalError,
-    ),
     "noise under a budget": Bad(
         "SFT",
         lambda: FREE | {"max_tokens_per_batch": 60, "neftune_noise_alpha": 5},

@@ -335,10 +335,6 @@ REASONS = {  # settings, and why the trainer then shares fewer prefixes
         {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
         "Each sub-batch recomputes the prefixes that it shares with other sub-batches: reentrant",
     ),
-    "noise": (
-        {"max_tokens_per_batch": None, "neftune_noise_alpha": 5},
-        "prefix_sharing='auto': nothing is shared, because NEFTune's noise",
-    ),
     "nothing": ({}, ""),
 }
 

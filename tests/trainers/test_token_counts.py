@@ -1,11 +1,13 @@
 """Tokens that are counted: in the progress bar, in the log, and with `prefix_sharing="auto"`."""
 
+import pytest
 import torch
 from kit.methods import make_trainer
 from kit.rows import build_rows
 from kit.trainer_runs import assert_same, run, watch_inputs
 
 import trl_padfix
+from trl_padfix.core.errors import UnpackableCallError
 
 
 # -- `prefix_sharing="auto"`
@@ -60,7 +62,12 @@ def test_forwards_of_one_row_get_advice(tmp_path, capsys):
         assert capsys.readouterr().out.count("per_device_train_batch_size=4") == told
 
 
-def test_auto_leaves_noisy_rows_apart(tmp_path):
-    found = training(tmp_path, padding_free=True, prefix_sharing="auto", neftune_noise_alpha=5.0)
-    assert found.entered == found.counts()["padding-free"]
-    assert torch.isfinite(found.trajectory()).all()
+def test_noisy_rows_stay_apart(tmp_path, caplog):
+    noisy = {"padding_free": True, "neftune_noise_alpha": 5.0}
+    for sharing, told in (("auto", 0), (True, 1)):
+        found = training(tmp_path, prefix_sharing=sharing, **noisy)
+        assert found.entered == found.counts()["padding-free"]
+        assert torch.isfinite(found.trajectory()).all()
+        assert caplog.text.count("`neftune_noise_alpha` gives each token of each row its own noise") == told
+    with pytest.raises(UnpackableCallError, match=r"`neftune_noise_alpha`.*`prefix_sharing=False`"):
+        training(tmp_path, prefix_sharing=True, strict=True, **noisy)

@@ -42,7 +42,6 @@ from ..trainers.parts.parity_schedule import ParitySchedule
 from ..trainers.parts.part import entered
 from ..trainers.parts.saved_state import saved_state
 from ..trainers.parts.step_parity import has_padding, other_padding, without_packing
-from ..trainers.settings import prefix_sharing_with_neftune
 
 
 __all__ = ["PaddingRemovalCallback", "callback_from", "in_words", "settings_in"]
@@ -99,7 +98,6 @@ class _Run:
 
     Attributes:
         trainer ([`~transformers.Trainer`]): The trainer, or [`_policy_alone`].
-        prefix_sharing (`bool` or `"auto"`): Whether its models share prefixes.
         schedules (`dict`): The batches on which the loss is compared, by whether gradients are computed.
         metrics ([`MetricsParity`]): The check of the metrics of evaluations.
         phase (`str`): `ATTACHED` before the training, then `TRAINING`, and `STEPPED` after its first step.
@@ -114,7 +112,6 @@ class _Run:
     """
 
     trainer: Any
-    prefix_sharing: PrefixSharing
     schedules: dict[bool, ParitySchedule]
     metrics: MetricsParity
     phase: str = ATTACHED
@@ -244,11 +241,9 @@ class PaddingRemovalCallback(TrainerCallback):
                 "forward. Leave it uncompiled, or use a trainer of this package (`padding_free_trainer`), which "
                 "compiles single layers."
             )
-        with in_words(self.words):
-            sharing = prefix_sharing_with_neftune(self.prefix_sharing, trainer.args)
         is_checked = self.parity_check and not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled)
         schedules = {grad: ParitySchedule(trainer, is_checked, needs_padding=True) for grad in (True, False)}
-        self.handles, self.reports, self._run = [], [], _Run(trainer, sharing, schedules, MetricsParity(is_checked))
+        self.handles, self.reports, self._run = [], [], _Run(trainer, schedules, MetricsParity(is_checked))
         self._attach_to(models, self._run)
         if self.parity_check:
             recorded = first_call(trainer.model, self.handles[0])
@@ -273,7 +268,7 @@ class PaddingRemovalCallback(TrainerCallback):
             pairs = ((self._given, earlier._given), (self._state, earlier._state)) if earlier else ()
             if not any(one is other is not None for one, other in pairs):
                 (earlier or attached).remove()  # a training that raised an error, in a notebook, has left it
-        handle = self._attach_one(model, prefix_sharing=run.prefix_sharing)
+        handle = self._attach_one(model, prefix_sharing=self.prefix_sharing)
         handle.name = f"callback.handles[{len(self.handles)}]"
         self.handles.append(run.undo.enter_context(handle))
         _attached_by[handle] = ref(self)

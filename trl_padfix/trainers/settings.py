@@ -20,7 +20,7 @@ from .field_types import Implementation, Lengths, Sharing, parse_implementation
 __all__ = [
     "COMPUTED", "AttentionConfig", "BudgetConfig", "EvaluationConfig", "ForwardBudgetConfig", "PackingConfig",
     "PaddingConfig", "ReferenceAttentionConfig", "Settings", "TeacherAttentionConfig", "check_field_types",
-    "check_settings", "prefix_sharing_with_neftune", "trls_configuration", "values_off",
+    "check_settings", "trls_configuration", "values_off",
 ]  # fmt: skip
 
 COMPUTED = (
@@ -91,7 +91,6 @@ class PackingConfig:
 
     def __post_init__(self) -> None:
         check_settings(Settings.of(self), self)
-        prefix_sharing_with_neftune(self.prefix_sharing is True, self)
         super().__post_init__()  # type: ignore[misc]
 
     def get_warmup_steps(self, num_training_steps: int) -> int:
@@ -240,29 +239,6 @@ def check_packing(settings: Settings) -> None:
             f"`packed_multiple_of={multiple}`: a full sub-batch would be lengthened to {length} tokens. Set the "
             "budget to that number, or use a smaller multiple."
         )
-
-
-def prefix_sharing_with_neftune(prefix_sharing: Sharing, args: Any) -> Sharing:
-    """
-    The `prefix_sharing` of a training: under NEFTune (`args.neftune_noise_alpha`) `"auto"` becomes `False`.
-
-    Raises:
-        PaddingRemovalError: If `prefix_sharing` is `True` under NEFTune.
-    """
-    if not prefix_sharing or args is None or not args.neftune_noise_alpha:
-        return prefix_sharing
-    from ..core.errors import PaddingRemovalError
-    from .messages import say
-
-    if prefix_sharing == "auto":
-        if args.should_log:
-            say("prefix_sharing='auto': nothing is shared, because NEFTune's noise differs between rows.")
-        return False
-    raise PaddingRemovalError(
-        "`neftune_noise_alpha` gives each token of each row its own noise, so no two rows begin the same and "
-        "there is no prefix to share. Set `prefix_sharing=False`: padding is still removed, with the noise of "
-        "the padded batch."
-    )
 
 
 def check_token_budget(budget: int | None, config: TrainingArguments) -> None:

@@ -23,7 +23,7 @@ from .prepared_masks import PreparedMasks, plain_mask
 
 
 __all__ = [
-    "DecoderInputs", "feature_index", "pack_arguments", "padded_output", "unpack_output", "visual_mask",
+    "DecoderInputs", "draws_noise", "feature_index", "pack_arguments", "padded_output", "unpack_output", "visual_mask",
 ]  # fmt: skip
 
 _ROW_ARGUMENTS = ("attention_mask", "position_ids", *CACHES)
@@ -225,6 +225,12 @@ def feature_index(
     return int(visual.sum()), select(index)[select(visual)]
 
 
+def draws_noise(decoder: PreTrainedModel) -> bool:
+    """Whether a hook of NEFTune adds noise to the embeddings of a decoder."""
+    embedding = decoder.get_input_embeddings()
+    return embedding.training and hasattr(embedding, "neftune_noise_alpha")
+
+
 def _neftune_embeddings(decoder: PreTrainedModel, ids: torch.Tensor | None, layout: Layout) -> dict[str, Any]:
     """
     The embeddings of a batch with the noise of NEFTune, packed; empty if NEFTune is off.
@@ -232,20 +238,14 @@ def _neftune_embeddings(decoder: PreTrainedModel, ids: torch.Tensor | None, layo
     Its hook on the embedding scales the noise by the length of the rows. The hook runs on the padded batch here, so
     that it draws the same noise as in the padded forward.
     """
-    embedding = decoder.get_input_embeddings()
-    if ids is None or not (embedding.training and hasattr(embedding, "neftune_noise_alpha")):
+    if ids is None or not draws_noise(decoder):
         return {}
-    if layout.computed_tokens < layout.real_tokens:
-        raise PaddingRemovalError(
-            "NEFTune draws noise for every token of every row, so no two rows have a prefix in common. Attach with "
-            "`prefix_sharing=False`, or leave `neftune_noise_alpha` out."
-        )
     if takes(decoder, "per_layer_inputs"):
         raise PaddingRemovalError(
             f"{type(decoder).__name__} looks its token ids up in every layer, and NEFTune's noise can be packed with "
             "the embeddings only. Set one of `padding_free` and `neftune_noise_alpha`."
         )
-    return {"input_ids": None, "inputs_embeds": pack(embedding(ids), layout)}
+    return {"input_ids": None, "inputs_embeds": pack(decoder.get_input_embeddings()(ids), layout)}
 
 
 def _pack_value(layout: Layout, features: tuple[int, torch.Tensor] | None, name: str, value: Any) -> Any:

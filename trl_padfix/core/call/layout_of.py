@@ -24,7 +24,7 @@ from ..layout.build import packed_layout, padding_free_layout, prefix_sharing_la
 from ..layout.layout import Layout, to_device_async
 from ..layout.shared_prefixes import PrefixedLayout
 from ..model.older import CACHES
-from .arguments import DecoderInputs, visual_mask
+from .arguments import DecoderInputs, draws_noise, visual_mask
 from .batch_cache import cached_layout, on_host
 from .calls import CALL
 
@@ -103,7 +103,8 @@ def _unfilled(inputs: DecoderInputs, handle: PaddingRemoval) -> Layout | None:
     if not handle.prefix_sharing:
         return _of_rows(inputs, handle)
     by_embeddings = inputs.compared_ids is not None and not inputs.is_packed
-    obstacle = None if by_embeddings else _sharing_obstacle(inputs)
+    is_noisy = inputs.ids is not None and draws_noise(handle.decoder)
+    obstacle = _sharing_obstacle(inputs, is_noisy) if is_noisy or not by_embeddings else None
     # `positions` show where the sequences of a pre-packed batch begin, so they cannot hold other keys as well.
     if obstacle is None and not (inputs.is_packed and _other_keys(inputs)):
         return _shared(inputs, handle)
@@ -187,17 +188,23 @@ def _tree(inputs: DecoderInputs, handle: PaddingRemoval) -> Layout:
     batch, ids = inputs.batch, inputs.any_ids
     if (reason := _tree_obstacle(inputs)) is not None or batch is None:
         raise PaddingRemovalError(f"The model was called with {sorted(inputs.tree)}, and {reason}.")
-    keys = [ids, *token_keys(inputs.arguments, ids.shape)] if handle.prefix_sharing and ids is not None else []
+    is_shared = ids is not None and handle.prefix_sharing and not draws_noise(handle.decoder)
+    keys = [ids, *token_keys(inputs.arguments, ids.shape)] if ids is not None and is_shared else []
     with torch.inference_mode(False):  # as in `cached_layout`
         return tree_layout(inputs.tree, batch.shape[1], keys)
 
 
-def _sharing_obstacle(inputs: DecoderInputs) -> str | None:
+def _sharing_obstacle(inputs: DecoderInputs, is_noisy: bool) -> str | None:
     """Why the rows of a call cannot share prefixes; `None` if they can."""
     if (ids := inputs.ids) is None:
         return (
             "`prefix_sharing=True` compares token ids, and the decoder was called with `inputs_embeds`. Attach "
             "with `prefix_sharing=False`: padding is removed all the same."
+        )
+    if is_noisy:
+        return (
+            "`neftune_noise_alpha` gives each token of each row its own noise, so no two rows begin the same. Set "
+            "`prefix_sharing=False`: padding is still removed, with the noise of the padded batch."
         )
     # Floating-point tensors of any shape: features of images, for example, differ for equal ids.
     others = [

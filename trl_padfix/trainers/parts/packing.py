@@ -10,10 +10,8 @@ from transformers import TrainingArguments
 
 from ...core.context import temporarily_set
 from ...core.errors import PaddingRemovalError
-from ...core.handle import PrefixSharing
 from ...core.remove import forget_original, remove_padding
 from ..distributed import check_launch, is_zero, models_of
-from ..settings import prefix_sharing_with_neftune
 from .part import Part
 
 
@@ -23,11 +21,9 @@ __all__ = ["RemovePadding"]
 class RemovePadding(Part):
     """`padding_free`: attaches to the models."""
 
-    _prefix_sharing: PrefixSharing = False
     _compiles = False
 
     def check(self, config: TrainingArguments, init_kwargs: dict[str, Any]) -> None:
-        self._prefix_sharing = prefix_sharing_with_neftune(self.settings.prefix_sharing, config)
         for model in init_kwargs.values() if self.settings.padding_free else ():
             if isinstance(model, torch.nn.Module):
                 forget_original(model)
@@ -49,7 +45,7 @@ class RemovePadding(Part):
             for i, model in enumerate(models_of(self.trainer)):
                 handle = remove_padding(
                     model,
-                    prefix_sharing=self._prefix_sharing,
+                    prefix_sharing=self.settings.prefix_sharing,
                     pool_last_token=self.settings.pool_last_token,
                     strict=self.settings.strict,
                     packed_multiple_of=self.settings.packed_multiple_of,
