@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable
 
 
-__all__ = ["hint"]
+__all__ = ["NEEDS", "hint"]
 
 RENAMED = {
     "batch_size": "per_device_train_batch_size", "dataset": "dataset_name", "epochs": "num_train_epochs",
@@ -34,6 +34,15 @@ GONE = {
     "generate_during_eval": "removed from TRL: DPO and SFT have `predict_with_generate` here",
 }
 """Fields of earlier versions of TRL and transformers, and what to write today."""
+
+NEEDS = {
+    "prefix_sharing": ("padding_free", "prefixes are shared in the packed row, which `padding_free` makes"),
+    "packed_multiple_of": ("padding_free", "it sets the length of packed rows"),
+    "max_tokens_per_batch": ("padding_free", "it counts the tokens of packed rows"),
+    "pool_last_token": ("padding_free", "a padded model pools by token ids"),
+    "group_by_prefix": ("prefix_sharing", "else each row computes its prefix, even next to rows that share it"),
+}
+"""Fields that are an error without another one, with that field and the reason."""
 
 
 def hint(name: str, known: Iterable[str]) -> str:

@@ -19,7 +19,7 @@ from kit.trainer_runs import build_model, is_bare
 
 import trl_padfix
 from trl_padfix import DPOConfig, PaddingRemovalError
-from trl_padfix.trainers.settings import NEEDS_PADDING_FREE, check_field_types
+from trl_padfix.trainers.settings import check_field_types
 
 
 ON_CPU = {"use_cpu": True, "bf16": False, "report_to": []}
@@ -39,7 +39,7 @@ CONFIGURATIONS: list[tuple[str, dict[str, Any], str]] = [
     *(("DPO", {"padding_side": x}, f"`padding_side` must be 'left', .* got {x!r}") for x in ("middle", "LEFT", "", 1)),
     *(("DPO", FREE | {"prefix_sharing": x}, f"True, False or 'auto', got {x!r}") for x in ("always", None, 1)),
     ("DPO", {"parity_check": "short"}, "`parity_check='short'` is of type `str`; a flag is True or False"),
-    *(("Reward", {n: PACKED_ONLY[n]}, rf"`{n}='?\w+'?` needs `padding_free=True`") for n in NEEDS_PADDING_FREE),
+    *(("Reward", {n: PACKED_ONLY[n]}, rf"`{n}='?\w+'?` needs `padding_free=True`") for n in PACKED_ONLY),
     ("DPO", {"attn_implementation": {"a": 1}}, "got {'a': 1}"),
     ("DPO", {"attn_implementation": 3}, "a name, or a mapping"),
     ("DPO", {"attn_implementation": "{a"}, "not JSON"),
@@ -74,7 +74,7 @@ def test_a_configuration_that_cannot_be_is_an_error(kind, tmp_path):
 
 
 def test_what_a_configuration_refuses_goes_with_what_it_needs(tmp_path):
-    for name in NEEDS_PADDING_FREE:
+    for name in PACKED_ONLY:
         trl_padfix.RewardConfig(str(tmp_path), **FREE, **{name: PACKED_ONLY[name]}, **ON_CPU)
     # Without generation its settings are not looked at.
     DPOConfig(str(tmp_path), generation_max_new_tokens=0, **ON_CPU)

@@ -22,7 +22,7 @@ from unittest.mock import patch
 import yaml
 
 from ..core.switch import is_off
-from ..field_names import hint
+from ..field_names import NEEDS, hint
 from ..files import DATA_FILES, refuse_missing
 from ..trainers.resume import checkpoint_to_resume
 from ..versions import installed_version, newer_trl, require
@@ -52,11 +52,6 @@ BOUNDS = {
 
 COMPARED = ("f_divergence_type", "importance_sampling_level", "loss_type", "multi_objective_aggregation")
 """Fields with choices that only TRL's trainers list, in comparisons."""
-
-NEEDS = dict.fromkeys(("prefix_sharing", "max_tokens_per_batch", "packed_multiple_of"), "padding_free") | {
-    "pool_last_token": "padding_free", "group_by_prefix": "prefix_sharing",
-}  # fmt: skip
-"""Fields that have no effect without another one."""
 
 DEVICES = ("torch_npu", "torch_xla", "torch_mlu", "torch_musa", "torch_supa", "torch_neuronx", "habana_frameworks")
 """Packages that train on other devices than CPUs with a CPU build of torch."""
@@ -164,7 +159,7 @@ def check_given(method: str, given: Given) -> str | bool | None:
     for name, other in {"fp16": "bf16", "group_by_prefix": None if is_off() else "packing"}.items():
         if {name, other} <= on:
             raise ValueError(f"{places[name]}: `{other}` is true too. Set one of them to false.")
-    for name, other in () if is_off() else NEEDS.items():
+    for name, (other, _) in () if is_off() else NEEDS.items():
         if other not in on and str(values.get(name)).lower() not in ("none", *BOOLEANS[5:]):
             raise ValueError(f"{places[name]}: it needs `{other}: true`. Set both, or neither.")
     saves, evaluates = values.get("save_strategy", "steps"), values.get("eval_strategy", "no")

@@ -14,6 +14,7 @@ from typing import Any
 from transformers import TrainingArguments
 
 from ..core.switch import is_off
+from ..field_names import NEEDS
 from .field_types import Implementation, Lengths, Sharing, parse_implementation
 
 
@@ -28,14 +29,6 @@ COMPUTED = (
     "pool_last_token",
 )  # fmt: skip
 """Fields that change how a step is computed."""
-
-NEEDS_PADDING_FREE = {
-    "prefix_sharing": "prefixes are shared in the packed row, which `padding_free` makes",
-    "packed_multiple_of": "it sets the length of packed rows",
-    "max_tokens_per_batch": "it counts the tokens of packed rows",
-    "pool_last_token": "a padded model pools by token ids",
-}
-"""Fields that act on packed rows, each with the reason why it is an error without `padding_free`."""
 
 FLAG_TYPES = (bool, bool | None, "bool", "bool | None")
 """Types of flags. In modules with `from __future__ import annotations` the type of a field is a string."""
@@ -220,7 +213,7 @@ def check_settings(settings: Settings, config: TrainingArguments) -> None:
 def check_packing(settings: Settings) -> None:
     """
     Raises:
-        ValueError: If a field has an unknown value, if one of [`NEEDS_PADDING_FREE`] is set without `padding_free`,
+        ValueError: If a field has an unknown value, if one of [`NEEDS`] is set without the field that it needs,
             and if a token budget is not a multiple of `packed_multiple_of`.
     """
     from ..core.handle import check_multiple, check_prefix_sharing
@@ -228,10 +221,10 @@ def check_packing(settings: Settings) -> None:
 
     check_prefix_sharing(settings.prefix_sharing)
     check_multiple(multiple := settings.packed_multiple_of)
-    for name, reason in NEEDS_PADDING_FREE.items():
+    for name, (other, reason) in NEEDS.items():
         value = vars(settings)[name]
-        if value and not settings.padding_free:
-            raise ValueError(f"`{name}={value!r}` needs `padding_free=True`: {reason}. Set both, or neither.")
+        if value and not vars(settings)[other]:
+            raise ValueError(f"`{name}={value!r}` needs `{other}=True`: {reason}. Set both, or neither.")
     budget = settings.max_tokens_per_batch
     if multiple is not None and isinstance(budget, int) and (length := packed_length(budget, multiple)) != budget:
         raise ValueError(
@@ -265,15 +258,10 @@ def check_token_budget(budget: int | None, config: TrainingArguments) -> None:
 def check_grouping(settings: Settings, config: TrainingArguments) -> None:
     """
     Raises:
-        ValueError: If `group_by_prefix` is set without `prefix_sharing`, with `packing` or with another order of rows.
+        ValueError: If `group_by_prefix` is set with `packing` or with another order of rows.
     """
     if not settings.group_by_prefix:
         return
-    if not settings.prefix_sharing:
-        raise ValueError(
-            "`group_by_prefix=True` needs `prefix_sharing=True` or 'auto': without it each row still computes its "
-            "prefix, even next to rows that share it. Set both, or neither."
-        )
     given = vars(config)
     if given.get("packing"):
         raise ValueError(
