@@ -13,7 +13,7 @@ from transformers import BartConfig, BartForCausalLM, T5Config, T5ForConditional
 from zoo.models import EOS, PAD, ROWS, SUPPORTED, batch, build
 
 from trl_padfix import PaddingRemovalError, generate, left_align, remove_padding
-from trl_padfix.core.remove import attachment_of
+from trl_padfix.core.handle import PaddingRemoval
 
 
 pytestmark = pytest.mark.usefixtures("flash")
@@ -96,7 +96,7 @@ def test_attached_padding_removal_changes_nothing_and_stays(name, use_cache, sha
     with remove_padding(model, prefix_sharing=sharing) as handle:
         assert torch.equal(continued(model, ids, mask, use_cache=use_cache), expected)
         assert (handle.stats.packed_tokens > 0) is not use_cache
-        assert attachment_of(model) is handle
+        assert PaddingRemoval.of(model) is handle
         assert handle.enabled
 
 

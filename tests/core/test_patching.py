@@ -19,12 +19,12 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 from transformers import AutoModel, AutoModelForSequenceClassification
 from zoo.models import PAD, batch, build
 
-from trl_padfix import remove_padding
+from trl_padfix import PaddingRemoval, remove_padding
 from trl_padfix.core.model import patching, views
 from trl_padfix.core.model.inspection import runs_another
 from trl_padfix.core.model.patching import RunnerPatch, patches_on
 from trl_padfix.core.patches.heads import LMHeadPatch
-from trl_padfix.core.remove import attach_runner_patch, attachment_of
+from trl_padfix.core.remove import attach_runner_patch
 
 
 IDS, MASK = batch("right")
@@ -120,10 +120,10 @@ def test_a_deep_copy_of_an_attached_model_can_be_attached():
     model = build("qwen2")
     loaded = model.config._attn_implementation
     handle = remove_padding(model, attn_implementation="eager")
-    twin, third = copy.deepcopy(model), copy.deepcopy(model)
+    twin, third, fourth = (copy.deepcopy(model) for _ in range(3))
     with pytest.raises(ValueError, match="attn_implementation='auto'"):
         remove_padding(twin, attn_implementation="auto")
-    assert attachment_of(twin).enabled
+    assert PaddingRemoval.of(twin).enabled
     with remove_padding(twin, prefix_sharing=True) as second:
         call(twin)
         assert (second.stats.forwards, handle.stats.forwards) == (1, 0)
@@ -131,8 +131,11 @@ def test_a_deep_copy_of_an_attached_model_can_be_attached():
     with remove_padding(third, attn_implementation="eager"):
         assert third.config._attn_implementation == "eager"
     assert third.config._attn_implementation == loaded
-    assert not any(patches_on(module) for module in twin.modules())
-    assert patches_on(model)
+    PaddingRemoval.of(fourth).remove()
+    for plain in (twin, fourth):
+        assert PaddingRemoval.of(plain) is None
+        assert not any(patches_on(module) for module in plain.modules())
+    assert PaddingRemoval.of(model) is handle
     with pytest.raises(ValueError, match=r"share a decoder. `remove_padding` did"):  # the control
         remove_padding(model.model)
 

@@ -27,7 +27,7 @@ from torch.nn import functional
 from transformers import BertConfig, BertForMaskedLM, Trainer, TrainerCallback
 
 from trl_padfix import PaddingRemovalCallback, PaddingRemovalError, ParityError, padding_free_trainer
-from trl_padfix.core.remove import attachment_of
+from trl_padfix.core.handle import PaddingRemoval
 from trl_padfix.integrations.callback import callback_from, settings_in
 
 
@@ -90,7 +90,7 @@ def test_a_loss_on_logits_and_hidden_states_keeps_its_trajectory(reference, shar
     callback = PaddingRemovalCallback(sharing, parity_check=False)
     ours, entered = train(tmp_path / "ours", callbacks=[callback], **given())
     stats = callback.stats
-    assert attachment_of(ours.model) is None
+    assert PaddingRemoval.of(ours.model) is None
     assert "forward" not in vars(ours.model)
     assert_same(trajectory(ours), trajectory(theirs))
     assert stats.packed_tokens < stats.padded_tokens
@@ -114,7 +114,7 @@ def test_without_the_trainer_the_policy_alone_is_packed_and_a_warning_says_so(bf
         ours, _ = train(tmp_path / "ours", callbacks=[callback], attach=False, ref_model=build_model(seed=1), **given)
     assert "A reference model stays padded" in caplog.text
     assert_same(trajectory(ours), trajectory(theirs), **({"atol": 0.02} if bf16 else {}))
-    assert attachment_of(ours.model) is None
+    assert PaddingRemoval.of(ours.model) is None
     assert [r.ok and r.compared > 0 for r in callback.reports] == [True]
     assert callback.stats.packed_tokens < callback.stats.real_tokens
     assert ours.state.log_history[0]["padfix/shared_fraction"] > 0
@@ -277,13 +277,13 @@ def test_a_second_training_attaches_again_also_after_a_failed_one(tmp_path):
         patch.setattr(trainer, "compute_loss", raise_once)
         with pytest.raises(RuntimeError, match="once"):
             trainer.train()
-    assert attachment_of(trainer.model) is callback.handles[0]
+    assert PaddingRemoval.of(trainer.model) is callback.handles[0]
     trainer.train()
     assert not {"compute_loss", "prediction_step"} & vars(trainer).keys()
     first = callback.stats.packed_tokens
     trainer.train()
     assert callback.stats.packed_tokens == first > 0
-    assert attachment_of(trainer.model) is None
+    assert PaddingRemoval.of(trainer.model) is None
 
 
 # -- what it does not take: each is said before the first step
@@ -345,12 +345,12 @@ def test_a_cell_of_a_notebook_runs_again_after_an_interrupted_training(attach, t
         if interrupts:
             with pytest.raises(KeyboardInterrupt):
                 trainer.train()
-            assert attachment_of(model) is not None
+            assert PaddingRemoval.of(model) is not None
         else:
             trainer.train()
         tokens.append(callback.stats.packed_tokens)
     assert 0 < tokens[0] < tokens[1]
-    assert attachment_of(model) is None
+    assert PaddingRemoval.of(model) is None
     trainer.add_callback(PaddingRemovalCallback())  # the control: two in one training
     with pytest.raises(ValueError, match="A callback did it"):
         trainer.train()

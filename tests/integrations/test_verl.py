@@ -17,7 +17,7 @@ from datasets import Dataset
 from kit.foreign_stacks import STEPS, assert_equal_steps, of_stack, preferences, run, save_model
 
 from trl_padfix import PaddingRemovalError
-from trl_padfix.core.remove import attachment_of
+from trl_padfix.core.handle import PaddingRemoval
 from trl_padfix.versions import installed_version
 
 
@@ -195,7 +195,7 @@ def test_steps_of_its_engines_are_the_same_with_fewer_tokens(kind, sharing, fold
     ours, computed = steps_of(engine)
     assert_equal_steps(ours, theirs)
     torch.testing.assert_close(*(torch.cat([step["scored"] for step in found]) for found in (ours, theirs)))
-    stats = attachment_of(engine.module).stats
+    stats = PaddingRemoval.of(engine.module).stats
     assert computed == stats.packed_tokens < stats.padded_tokens == padded
     assert (stats.packed_tokens < stats.real_tokens) is (sharing == "1")
     print(f"{computed / padded:.0%} of the padded tokens computed")

@@ -16,7 +16,7 @@ from kit.processes import logged
 from kit.trainer_runs import MODES, build_model, build_tokenizer, rows_for
 
 import trl_padfix
-from trl_padfix.core.remove import attachment_of
+from trl_padfix.core.handle import PaddingRemoval
 
 
 NEW = 6
@@ -46,7 +46,7 @@ def alone(trainer, prompts: list[str], **settings) -> list[str]:
     found = []
     for prompt in prompts:
         ids = torch.tensor([tokenizer(prompt)["input_ids"]])
-        handle = attachment_of(model)
+        handle = PaddingRemoval.of(model)
         with handle.disabled() if handle is not None else torch.no_grad():
             new = model.generate(
                 input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False, **settings
@@ -282,4 +282,4 @@ def test_what_could_not_be_generated_from_is_refused_before_the_first_step(tmp_p
     for name, settings, message in REFUSED:
         with pytest.raises(ValueError, match=message):
             make(name, tmp_path, **settings | {"model": model})
-        assert attachment_of(model) is None
+        assert PaddingRemoval.of(model) is None

@@ -23,7 +23,7 @@ from transformers import Trainer, TrainerCallback
 
 import trl_padfix
 from trl_padfix import PaddingRemovalCallback, check_parity, padding_free_trainer, remove_padding
-from trl_padfix.core.remove import attachment_of
+from trl_padfix.core.handle import PaddingRemoval
 from trl_padfix.trainers.base import PaddingFreeMixin
 
 
@@ -105,14 +105,14 @@ def test_a_trainer_takes_its_model_over_again(first, second, tmp_path, caplog):
     forwards = entered_tokens(model)
     one.train()
     assert sum(forwards) == one.padding.stats.packed_tokens < one.padding.stats.real_tokens
-    assert attachment_of(model) is one.padding.handle
+    assert PaddingRemoval.of(model) is one.padding.handle
     assert one.padding.handle.prefix_sharing is True
     forwards.clear()
     two.train()
     if second.startswith("padded"):
         assert sum(forwards) == one.padding.stats.padded_tokens
     else:
-        assert attachment_of(model) is two.padding.handle
+        assert PaddingRemoval.of(model) is two.padding.handle
     if two.eval_dataset is None and one.eval_dataset is not None:
         counted = one.padding.stats.forwards
         one.evaluate()
@@ -145,12 +145,12 @@ def test_between_trainings_and_evaluations_other_code_finds_the_model_padded(com
     padded = sum(forwards)
     assert padded == sum(batch["input_ids"].numel() for batch in plain.get_eval_dataloader())
     ours.get_train_dataloader()
-    assert not attachment_of(model).enabled
+    assert not PaddingRemoval.of(model).enabled
     with pytest.raises(ValueError, match="pool_last_token"):
         remove_padding(model, pool_last_token=True)
-    assert attachment_of(model) is ours.padding.handle
+    assert PaddingRemoval.of(model) is ours.padding.handle
     with remove_padding(model) as handle:
-        assert attachment_of(model) is handle
+        assert PaddingRemoval.of(model) is handle
         with pytest.raises(ValueError, match="attached to this Qwen2Model already"):
             ours.evaluate()
     with pytest.raises(ValueError, match="A trainer of this package did it"), ours.padding.in_use():
@@ -213,7 +213,7 @@ def test_the_parity_check_packs_also_between_trainings(tmp_path, monkeypatch):
     assert 0 < report.packed_tokens < report.padded_tokens
     break_mode(monkeypatch, "prefix sharing")
     assert not check_parity(model, batch).ok
-    assert not attachment_of(model).enabled
+    assert not PaddingRemoval.of(model).enabled
 
 
 @pytest.mark.parametrize("library", [trl, trl_padfix])

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PretrainedConfig
 from transformers.utils import logging
 
-from .anatomy import Anatomy, restore_attention
+from .anatomy import Anatomy, find_decoder, find_pretrained, restore_attention
 from .call.calls import LocalTokens, PackedCall, packed_call, rows_call
 from .context import context, in_backward
 from .errors import UnpackableCallError
@@ -25,7 +25,7 @@ from .layout.shared_prefixes import PrefixedLayout
 from .model.changes import ModuleChanges
 from .model.inspection import takes, takes_any_argument
 from .model.older import resume_packed_search, spare_packed_search
-from .model.patching import Attachment, ForwardPatch
+from .model.patching import Attachment, ForwardPatch, patches_on
 from .parallel.collectives import Group
 from .parallel.local import tokens_of
 
@@ -289,6 +289,12 @@ class PaddingRemoval(Attachment):
         except UnpackableCallError:
             return True
         return False
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Self | None:
+        """The handle of the padding removal of a model, or of its deep copy; `None` if the model computes padded."""
+        attached = (patch.attachment for patch in patches_on(find_decoder(find_pretrained(model))))
+        return next((attachment for attachment in attached if isinstance(attachment, cls)), None)
 
     def attach(self, patches: Iterable[ForwardPatch]) -> Self:
         # transformers searches `position_ids` for packed sequences, and the host waits for the result. Packed forwards

@@ -47,15 +47,14 @@ from .switch import OFF, is_off
 logger = logging.getLogger(__name__)
 
 __all__ = [
-    "attach_runner_patch", "attachment_of", "attachments_on", "forget_original", "number_padded_rows",
-    "remove_padding", "take_over",
+    "attach_runner_patch", "attachments_on", "forget_original", "number_padded_rows", "remove_padding", "take_over",
 ]  # fmt: skip
 
 ATTACHED_BY = {
-    "handle": "`remove_padding` did it: first call `.remove()` on its handle. If it is lost (a cell ran twice): "
-    "`model = copy.deepcopy(model); remove_padding(model).remove()`",
+    "handle": "`remove_padding` did it: first call `.remove()` on its handle, or "
+    "`trl_padfix.PaddingRemoval.of(model).remove()`",
     "trainer": "A trainer of this package did it, and needs no callback. `trainer.restore_padding()` detaches it",
-    "callback": "A callback did it, and our trainers need none. `callback.remove()` detaches it",
+    "callback": "A callback did it: `callback.remove()` detaches it. Our trainers need none",
 }
 """What to do if padding removal is attached already, by the first word of the name of its handle."""
 
@@ -279,12 +278,6 @@ def forget_original(model: nn.Module) -> None:
             take_over([model])
             for name in ("forward", "_original_forward", PLACES):
                 vars(module).pop(name, None)
-
-
-def attachment_of(model: nn.Module) -> PaddingRemoval | None:
-    """The handle of the padding removal that is attached to `model`, if any."""
-    attached = attachments_on(find_decoder(find_pretrained(model)))
-    return next((attachment for attachment in attached if isinstance(attachment, PaddingRemoval)), None)
 
 
 def attachments_on(decoder: nn.Module) -> list[Attachment]:

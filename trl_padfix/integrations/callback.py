@@ -29,7 +29,7 @@ from ..core.errors import PaddingRemovalError, UnpackableCallError
 from ..core.handle import Lengths, PaddingRemoval, PaddingStats, PrefixSharing, check_multiple, check_prefix_sharing
 from ..core.parity.limits import Limits, lowest_dtype
 from ..core.parity.report import ParityError, ParityReport
-from ..core.remove import attachment_of, remove_padding
+from ..core.remove import remove_padding
 from ..core.switch import is_off
 from ..trainers.base import PaddingFreeMixin
 from ..trainers.checks.user_code import custom_loss_name, why_padded
@@ -261,7 +261,7 @@ class PaddingRemovalCallback(TrainerCallback):
             raise
 
     def _remove_padding(self, run: _Run, model: torch.nn.Module) -> None:
-        attached = attachment_of(model)
+        attached = PaddingRemoval.of(model)
         if attached is not None and attached in _attached_by:
             earlier = _attached_by[attached]()
             # Two callbacks may belong to one trainer, or to one training.

@@ -25,7 +25,7 @@ from ..context import context, of_this_thread, temporarily_set, within
 from ..errors import UnpackableCallError
 from ..handle import PaddingRemoval, PaddingStats
 from ..probes import saved_modules
-from ..remove import attachment_of, remove_padding
+from ..remove import remove_padding
 from .forwards import Forwards, Outcome, Scores, relative_difference
 from .limits import WIDEST_SCORE, Limits, precision_of
 from .report import Distance, ParityReport
@@ -99,7 +99,7 @@ def check_parity(
         )
     if isinstance(model, DistributedDataParallel):  # each of its forwards waits for other processes
         model = model.module
-    handle = attachment_of(model)
+    handle = PaddingRemoval.of(model)
     with contextlib.ExitStack() as stack:
         stack.callback(reshard_parameters, model)
         stack.enter_context(torch.no_grad())

@@ -26,7 +26,6 @@ from ...core.handle import PaddingRemoval
 from ...core.layout.shared_prefixes import PrefixedLayout, PrefixPlan
 from ...core.mixers.mixers import DIRECT, FORKED
 from ...core.mixers.primitives import can_export_state
-from ...core.remove import attachment_of
 from ..messages import say
 
 
@@ -137,7 +136,7 @@ def recomputed(run: Callable[..., Any], *args: Any) -> Any:
 def can_read_prefixes(model: torch.nn.Module, call: dict[str, Any]) -> bool:
     """Whether a call of a model can read prefix states: it is packed, and its ids identify its tokens."""
     # A plan compares ids only, but positions distinguish tokens, too.
-    handle = attachment_of(model)
+    handle = PaddingRemoval.of(model)
     return call.get("position_ids") is None and handle is not None and handle.enabled and not handle.has_changed
 
 

@@ -25,7 +25,6 @@ from ...core.model.older import has_cache
 from ...core.model.patching import Attachment, ForwardPatch
 from ...core.parity.check import check_parity
 from ...core.parity.report import ParityError, ParityReport
-from ...core.remove import attachment_of
 from ..checks.user_code import custom_loss_name, custom_method, loss_functions
 from ..distributed import is_sharded, models_of, named_models_of, on_any_process, raise_on_all
 from ..messages import say
@@ -322,7 +321,7 @@ def compare(
         reports.append(report)
         if not report.compared:
             logger.warning(str(report))
-        handle = attachment_of(model)
+        handle = PaddingRemoval.of(model)
         if report.ok and report.fault and handle is not None:
             handle.say_once(f"{report.fault}. The run stays packed; padded runs have this error. {report}.", "fault")
     for report in reports[compared:]:  # after all forwards, which processes that shard the models compute together
