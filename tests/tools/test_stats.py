@@ -217,6 +217,7 @@ def test_the_advice_follows_the_data(kind):
     text = "\n".join(found.lines())
     assert ('prefix_sharing="auto"' in text) is shares
     assert ("group_by_prefix=True" in text) is groups
-    assert f"{found.random.padded / found.tokens:.1f}x ({found.random.padded:,.0f} / {found.tokens:,.0f} tokens)" in text
+    padded = found.random.padded
+    assert f"{padded / found.tokens:.1f}x ({padded:,.0f} / {found.tokens:,.0f} tokens)" in text
     if kind.startswith("equal"):
         assert found.random.padded == pytest.approx(found.tokens, rel=0.02)

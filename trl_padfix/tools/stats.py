@@ -237,7 +237,7 @@ class Verdict:
             f"TRL's batch of {self.batch_size} {UNITS[self.trainer]} has {padded:,.0f} tokens: "
             f"{1 - real / padded:.0%} are padding, and {repeated:.0%} repeat a prefix (with group_by_prefix: "
             f"{grouped:.0%}).",
-            f"Expected speedup of these settings: {padded / self.tokens:.1f}x ({padded:,.0f} / {self.tokens:,.0f} tokens).",
+            f"Expected speedup: {padded / self.tokens:.1f}x ({padded:,.0f} / {self.tokens:,.0f} tokens).",
             "TRL's group_by_length, padding_free and packing: "
             f"{own if self.trainer == 'sft' else 'none for this trainer'}.",
             *[single] * (self.batch_size == 1 and padded == real),
