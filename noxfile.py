@@ -51,8 +51,7 @@ STACKS = (
     *(f"tests/core/test_{name}.py" for name in ("stacks", "heads_reward_models")),
 )
 TRAINERS = tuple(
-    f"tests/trainers/test_{name}.py"
-    for name in ("base", "collators", "every_method", "exact_eval_means", "rollouts", "row_order", "sft")
+    f"tests/trainers/test_{name}.py" for name in ("base", "collators", "every_method", "rollouts", "row_order", "sft")
 )  # where TRL has the trainers
 STORIES = "tests/end_to_end/stories"
 CELLS = ("-m", "not slow or matrix")  # all cells of the matrices that `pytest` thins out

@@ -39,7 +39,7 @@ GROUPS = {
     "Checks": ("parity_check", "strict"),
     "Attention": ("attn_implementation", "ref_attn_implementation", "teacher_attn_implementation"),
     "Data": ("expand_turns", "padding_side", "pool_last_token"),
-    "Evaluation": ("exact_eval_means", "predict_with_generate", "generation_max_new_tokens"),
+    "Evaluation": ("predict_with_generate", "generation_max_new_tokens"),
 }  # fmt: skip
 """The fields by subject, each group from those that most runs set to those that few set."""
 

@@ -41,7 +41,7 @@ ROUNDING = tolerance(1.0, terms=64, depth=2 * 8 * 2)
 PAIR = ("prompt", "chosen", "rejected")
 COLUMNS = {"dpo": PAIR, "sft": ("prompt", "completion")}
 METRICS = {"dpo": ("rewards/margins", "logps/chosen"), "sft": ("mean_token_accuracy", "entropy")}
-PACKED = ("--padding_free", "true", "--prefix_sharing", "true", "--exact_eval_means", "true")
+PACKED = ("--padding_free", "true", "--prefix_sharing", "true")
 CONTEXT = ("--use_fsdp", "--fsdp_version", "2", "--use_parallelism_config", "--parallelism_config_cp_size", "2")
 
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs `pip install deepspeed`")
@@ -212,7 +212,7 @@ def test_every_trainer_takes_trls_steps_on_two_processes(tmp_path, strategy, nam
         assert min(ours["padfix/shared_fraction"]) > 0.05
 
 
-SPLIT = (*PACKED[:4], "--per_device_train_batch_size", "4")
+SPLIT = (*PACKED, "--per_device_train_batch_size", "4")
 
 
 def test_processes_of_a_group_with_other_batches_stop_before_the_first_step(together):

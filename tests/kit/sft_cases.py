@@ -62,6 +62,3 @@ def evaluated(trainer) -> dict[str, float]:
     """The logs of an evaluation; older TRL does not return all of them."""
     trainer.evaluate()
     return trainer.state.log_history[-1]
-
-
-EXACT = {"exact_eval_means": True}

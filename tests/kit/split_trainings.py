@@ -46,7 +46,6 @@ TRAININGS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "DPO, LoRA": ("DPO", "lora, checkpointing", {}),
     "DPO, LoRA, precomputed": ("DPO", "lora, precomputed reference", {}),
     "DPO, grouped": ("DPO", "short", GROUPED),
-    "DPO, exact means": ("DPO", "short", {"exact_eval_means": True, "per_device_eval_batch_size": 8}),
     "DPO, few lengths": ("DPO", "short", FEW),
     "SFT, budget": ("SFT", "accumulation", {"max_tokens_per_batch": 30}),
     "SFT, budget, a long row": ("SFT", "a long row in five", {"max_tokens_per_batch": 112}),

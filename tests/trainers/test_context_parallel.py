@@ -14,7 +14,7 @@ from zoo.models import build
 
 from trl_padfix import PaddingRemovalError, remove_padding
 from trl_padfix.core.parallel.collectives import Group
-from trl_padfix.trainers.metrics.exact_eval_means import local_metrics_only
+from trl_padfix.trainers.distributed import local_metrics_only
 from trl_padfix.trainers.parts.context_parallel import ContextParallel
 from trl_padfix.trainers.parts.part import Padding
 from trl_padfix.trainers.settings import Settings

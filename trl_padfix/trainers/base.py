@@ -44,7 +44,6 @@ from .batching.token_budget import TokenBudget
 from .checks.arguments import check_arguments
 from .checks.user_code import observe_loss, observe_user_loss, observe_user_step
 from .distributed import models_of
-from .metrics.exact_eval_means import ExactMeans
 from .metrics.token_counts import TokenCounts
 from .parts.attention_choice import AttentionChoice
 from .parts.context_parallel import ContextParallel
@@ -67,7 +66,6 @@ PARTS: tuple[type[Part], ...] = (
     AttentionChoice,  # switches models, before anything is attached to them
     RemovePadding,
     ContextParallel,  # reads the handles of `RemovePadding`
-    ExactMeans,  # drops rows of a batch, so it comes before all parts that read the batch
     Parity,  # comes before `TokenCounts`, which does not count its forwards
     RowOrder,
     TokenBudget,

@@ -71,10 +71,6 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
         group_by_prefix (`bool`, *optional*, defaults to `False`):
             Put rows with long shared prefixes into the same batch, for example the turns of a conversation. Needs
             `prefix_sharing`. Raises an error with streaming, images, `packing` and `group_by_length`.
-        exact_eval_means (`bool`, *optional*, defaults to `False`):
-            Average evaluation metrics over the whole set: in DPO over pairs (`logits/*`, `entropy` and
-            `mean_token_accuracy` over tokens), in SFT over trained tokens. By default they are means of batch means,
-            as in TRL. Does not affect the DPO loss with `loss_type="sft"`.
         **kwargs:
             All fields of [`~trl.DPOConfig`].
 
@@ -221,8 +217,7 @@ class SFTConfig(AttentionConfig, EvaluationConfig, BudgetConfig, PaddingConfig, 
 
     Args:
         padding_free, prefix_sharing, padding_side, parity_check, strict, packed_multiple_of,
-        attn_implementation, max_tokens_per_batch, group_by_prefix, exact_eval_means,
-        predict_with_generate, generation_max_new_tokens:
+        attn_implementation, max_tokens_per_batch, group_by_prefix, predict_with_generate, generation_max_new_tokens:
             As in [`DPOConfig`].
         expand_turns (`bool`, *optional*, defaults to `False`):
             Make one row for each assistant turn in `messages`, with the messages before it as the prompt. Use it for

@@ -119,9 +119,8 @@ class BudgetConfig(ForwardBudgetConfig):
 
 @dataclass
 class EvaluationConfig:
-    """Fields for evaluation by generation and for exact means: a mixin in front of [`BudgetConfig`]."""
+    """Fields for evaluation by generation: a mixin in front of [`BudgetConfig`]."""
 
-    exact_eval_means: bool = False
     predict_with_generate: bool = False
     generation_max_new_tokens: int = 256
 

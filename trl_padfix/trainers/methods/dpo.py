@@ -49,8 +49,7 @@ class DPOTrainer(PaddingFreeMixin, trl.DPOTrainer):
 
     Logs `perf/tokens_per_second` (real tokens per second of wall time), `padfix/pad_fraction` (share of the padded
     batch that is padding) and `padfix/shared_fraction` (share of the real tokens that repeat a prefix)
-    in addition to TRL's metrics. With `exact_eval_means=True` the metrics of an evaluation are means over all
-    its pairs (or tokens), for any batch size; by default they are TRL's means over batches.
+    in addition to TRL's metrics.
 
     With `predict_with_generate=True` every evaluation also continues the prompts. As in
     [`~transformers.Seq2SeqTrainer`], `compute_metrics` then receives `predictions`, the generated tokens padded with

@@ -22,7 +22,6 @@ from ..batching.row_order import RowOrder
 from ..checks.user_code import custom_batch_name
 from ..data.batch_rows import numbered_images, without_images
 from ..messages import say
-from ..metrics.exact_eval_means import ExactMeans
 from ..parts.generation import Generation
 from ..parts.part import entered
 from ..task import Task
@@ -108,7 +107,7 @@ class OnlineTrainer(PaddingFreeMixin):
     """[`PaddingFreeMixin`] for a TRL trainer that generates its completions: a mixin in front of TRL's class."""
 
     task_class = OnlineTask
-    part_classes = tuple(part for part in PARTS if part not in (ExactMeans, RowOrder, Generation))
+    part_classes = tuple(part for part in PARTS if part not in (RowOrder, Generation))
 
     @hook
     def get_train_dataloader(self) -> DataLoader:

@@ -94,7 +94,7 @@ class SFTTrainer(PaddingFreeMixin, trl.SFTTrainer):
     once.
 
     With `expand_turns=True` each turn of the assistant in a conversation becomes a row of its own; see
-    [`expand_turns`]. With `exact_eval_means=True` the metrics of an evaluation are means over all its trained tokens.
+    [`expand_turns`].
     With `predict_with_generate=True` the references are the completions, or the last messages of the assistant.
 
     Args:

@@ -43,7 +43,6 @@ class Step:
         task ([`Task`]): Describes the rows of the batch.
         arguments (`dict`): The other arguments of `compute_loss` by name.
         why_padded (`str`, *optional*): Why its forwards run padded ("The forward has ...").
-        has_rows (`bool`): Whether any row of the batch counts; otherwise all rows repeat rows of other processes.
         result (`Any`): The value that `compute_loss` returned, once it has.
     """
 
@@ -54,7 +53,6 @@ class Step:
     task: Task
     arguments: dict[str, Any] = field(default_factory=dict)
     why_padded: str | None = None
-    has_rows: bool = True
     result: Any = None
 
     @property
