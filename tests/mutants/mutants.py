@@ -246,8 +246,8 @@ FAULTS = {
          "the pad token of an empty row has a label", "trainers/test_collators.py"),
     ],
     "trainers/checks/user_code.py": [
-        ('getattr(of_user, "is_observed", False)',
-         "True",
+        ('getattr(of_user, "is_observed", False):',
+         "True:",
          "a loss that is set on a class is not compared", "trainers/test_step_parity.py"),
     ],
     "trainers/methods/kto.py": [
