@@ -40,7 +40,10 @@ NEEDS = {
     "packed_multiple_of": ("padding_free", "it sets the length of packed rows"),
     "max_tokens_per_batch": ("padding_free", "it counts the tokens of packed rows"),
     "pool_last_token": ("padding_free", "a padded model pools by token ids"),
-    "group_by_prefix": ("prefix_sharing", "else each row computes its prefix, even next to rows that share it"),
+    "group_by_prefix": (
+        "prefix_sharing",
+        "else each row computes its prefix, even next to rows that share it ('auto' works, too)",
+    ),
 }
 """Fields that are an error without another one, with that field and the reason."""
 
