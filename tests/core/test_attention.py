@@ -139,6 +139,17 @@ def test_each_row_attends_as_if_it_were_alone(case, monkeypatch):
             assert_attends_like_dense(module, *layout_of(side, sharing), **kwargs)
 
 
+@pytest.mark.parametrize("implementation", ["sdpa", "eager", "flash_attention_2"])
+def test_the_comparison_notices_rows_that_attend_across(implementation):
+    layout, mask = layout_of("mixed", sharing=False)
+    merged = padding_free_layout(torch.ones(1, layout.packed_tokens))
+    module, states = attention_module(implementation=implementation), random_states(layout)
+
+    got = unpack(attend(module, states, merged), layout)[mask.bool()]
+
+    assert (got - dense_attention(states, layout, mask)).abs().max() > 0.1
+
+
 def test_flash_attention_is_one_call_of_the_layouts_segments(flash_calls):
     layout, _ = layout_of("mixed", sharing=True)
     states = random_states(layout)

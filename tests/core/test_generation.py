@@ -86,6 +86,13 @@ def test_a_batch_is_continued_as_each_prompt_alone(name, implementation, side):
     assert len(set(map(tuple, expected.tolist()))) > 3  # the prompts matter
 
 
+def test_right_padded_generation_without_the_package_gives_other_tokens():
+    model = build("qwen2")
+    ids, mask = batch("right")
+    plain = model.generate(ids, attention_mask=mask, **SETTINGS)
+    assert not torch.equal(new_tokens(plain, ids.shape[1]), alone(model, ids, mask))
+
+
 @pytest.mark.parametrize(
     ("name", "use_cache", "sharing"), [("qwen2", True, True), ("qwen2", False, True), ("gpt2", False, False)]
 )

@@ -13,6 +13,7 @@ from kit.observe import entered_tokens
 from kit.tolerance import assert_close, assert_gradients_close
 from zoo.families import build as build_family
 from zoo.family_outcomes import alone, batched, gradients_of, stable_topk, weighted
+from zoo.model_numbers import merge_segments, numbers, padded_numbers
 from zoo.models import COLUMNS, ROWS, batch, build, drawn_batches
 
 from trl_padfix import Layout, PaddingStats, pack, padding_free_layout, prefix_sharing_layout, remove_padding, unpack
@@ -183,6 +184,17 @@ def test_filler_is_behind_the_row_and_in_no_output(drawn, multiple, sharing):
     assert torch.equal(filled.positions, pack(unpack(layout.positions[None], layout), filled)[0])
     assert torch.equal(unpack(pack(ids, filled), filled) * mask, ids * mask)
     assert layout.filled(multiple) is filled  # built once for all forwards of a batch
+
+
+def test_filler_in_a_segment_with_the_rows_gives_other_numbers(monkeypatch):
+    """The control: one segment of all rows and the filler."""
+    model, (ids, mask) = build("qwen2"), batch("left")
+    want = padded_numbers("qwen2", model, ids, mask)
+    with_filler = Layout._with_filler
+    monkeypatch.setattr(Layout, "_with_filler", lambda layout, filler: merge_segments(with_filler(layout, filler)))
+    with remove_padding(model, packed_multiple_of=16):
+        got = numbers(model, ids, mask)
+    assert (got[0] - want[0]).abs().max() > 1e-2
 
 
 def test_experts_are_balanced_over_the_tokens_of_the_batch():

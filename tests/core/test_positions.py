@@ -51,6 +51,17 @@ def test_a_packed_row_may_have_more_tokens_than_the_model_has_positions(family):
     assert_close(packed, alone, terms=64, depth=16, control=packed.roll(1))
 
 
+def test_positions_that_go_on_give_other_numbers(monkeypatch):
+    model = build("bart")
+    with torch.no_grad(), remove_padding(model) as handle:
+        packed = model(IDS, attention_mask=MASK, use_cache=False).logits
+        for patch in handle._patches:
+            if type(patch).__name__ == "PositionPatch":
+                monkeypatch.setattr(patch, "packed", patch.wrapped)
+        broken = model(IDS, attention_mask=MASK, use_cache=False).logits
+    assert (packed - broken)[MASK.bool()].abs().max() > 0.01
+
+
 def test_where_the_mask_is_summed_up_a_hole_does_not_count(monkeypatch):
     model = build("opt")
     ids, mask = batch("holes")

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from kit.row_bits import SIZE, skip_without_one_order
+from kit.row_bits import SIZE, skip_without_one_order, with_calls_of_segments
 from kit.trainer_runs import build_model
 from torch.nn.utils.rnn import pad_sequence
 
@@ -94,6 +94,14 @@ def test_padding_free_rows_have_the_bits_of_the_plain_model(precision):
         assert unequal(log_probs(model, batches, precision, prefix_sharing=False), plain) == {}
     if precision == "float32":  # the control: padded beside longer rows
         assert unequal(log_probs(model, BATCHES["all"], precision), plain)
+
+
+def test_with_calls_of_segments_bits_are_lost(monkeypatch):
+    """The control: the softmax of a shared prefix then ends in another place than that of a row."""
+    model = model_of("float32")
+    with_calls_of_segments(monkeypatch)
+    alone = log_probs(model, ALONE, "float32", prefix_sharing=True)
+    assert unequal(log_probs(model, BATCHES["all"], "float32", prefix_sharing=True), alone)
 
 
 SHORT = [5, 16, 2, 9, 30, 3]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -19,7 +20,8 @@ from zoo.family_outcomes import gradients_of, weighted
 from zoo.vision_families import Row, VisionModel, build_vision, collate
 from zoo.vision_outcomes import ROWS, TEXT, alone, logps
 
-from trl_padfix import check_parity, remove_padding
+import trl_padfix.core.patches.plan
+from trl_padfix import ParityError, check_parity, remove_padding
 from trl_padfix.core.anatomy import Anatomy
 from trl_padfix.core.call.calls import ModelCall
 from trl_padfix.core.context import within
@@ -100,6 +102,21 @@ def test_four_rows_of_positions_are_packed():
                 found = logps(vision.model, batch, position_ids=four)
                 assert_close(found, expected, terms=64, depth=24)
             assert handle.stats.packed_tokens == (batch.distinct if sharing else batch.mask.sum())
+
+
+def test_positions_of_another_row_are_found_wrong(monkeypatch):
+    vision = build_vision("qwen2_5_vl")
+    expected = alone(vision, ROWS)[0]
+    pack = trl_padfix.core.call.arguments.pack_arguments
+    monkeypatch.setattr(
+        trl_padfix.core.patches.plan,
+        "pack_arguments",
+        lambda inputs, *args: pack(replace(inputs, positions=inputs.positions.roll(1, dims=1)), *args),
+    )
+    with remove_padding(vision.model):
+        assert difference(vision, ROWS, "right", expected) > 0.01
+        with pytest.raises(ParityError):
+            check_parity(vision.model, collate(vision, ROWS).call()).raise_if_failed()
 
 
 @pytest.mark.parametrize(("family", "other"), [("qwen3_vl", -7), ("llava", -4)])

@@ -18,6 +18,7 @@ from zoo.models import SUPPORTED, batch, build
 
 import trl_padfix
 from trl_padfix import DPOConfig, remove_padding
+from trl_padfix.core.call.prefix_states import ForwardStates
 from trl_padfix.core.context import within
 from trl_padfix.core.errors import PaddingRemovalError
 from trl_padfix.core.layout import shared_prefixes as planning
@@ -26,7 +27,7 @@ from trl_padfix.core.remove import attach_runner_patch
 from trl_padfix.trainers.batching import prefix_schedule
 from trl_padfix.trainers.batching.bin_packing import RowSplitter
 from trl_padfix.trainers.batching.part_runner import PartRunner
-from trl_padfix.trainers.batching.prefix_schedule import sharing_obstacle
+from trl_padfix.trainers.batching.prefix_schedule import PrefixSchedule, sharing_obstacle
 from trl_padfix.trainers.data.batch_rows import BatchParts
 
 
@@ -190,6 +191,29 @@ def test_sub_batches_of_a_forward_have_the_outputs_and_the_gradient_of_the_whole
         monkeypatch.setattr(torch.Tensor, "argsort", lambda x: torch.arange(len(x)))  # the control: in a wrong order
         with pytest.raises(AssertionError, match="off by"):
             assert_same_gradients(in_one_forward(model, ids, mask, 20)[1], expected)
+
+
+KINDS = {"keys": torch.nn.Module, "states": tuple, "hidden": int}
+
+
+@pytest.mark.parametrize("left_out", KINDS)
+def test_without_the_gradients_of_leaves_it_is_another_gradient(left_out, monkeypatch):
+    ids, mask = batch("right")
+    model = build_family("qwen3_next").train()
+    expected = whole(model, ids, mask)
+    closes = PrefixSchedule._pending_backward
+
+    def but_one_kind(schedule):
+        for n in (n for n in schedule.graph_states if schedule.plan.prefixes[n].last_user == schedule.index):
+            schedule.graph_states[n] = ForwardStates(
+                {k: x for k, x in schedule.graph_states[n].items() if not isinstance(k, KINDS[left_out])}
+            )
+        return closes(schedule)
+
+    monkeypatch.setattr(PrefixSchedule, "_pending_backward", but_one_kind)
+    found, *_ = in_chunks(model, ids, mask, PARTS["depth first"])
+    with pytest.raises(AssertionError, match="off by"):
+        assert_same_gradients(found, expected)
 
 
 def test_checkpointed_layers_and_adapters_have_the_gradient_of_one_forward():

@@ -217,11 +217,29 @@ def test_states_that_a_hook_keeps_for_a_loss_are_of_the_batch(owner, place, budg
         figures(trl_padfix, parity_check=False)
 
 
+def test_computed_in_chunks_it_has_others(monkeypatch):
+    name = "DPO"
+    monkeypatch.setattr(
+        "trl_padfix.trainers.checks.user_code.TRUSTED", ("trl_padfix.", "trl", "transformers.", __name__)
+    )
+    ours = run(name, on_object, True)
+    assert max(ours.chunks) > 1
+    with pytest.raises(AssertionError, match="not close"):
+        assert_same(ours.figures, theirs(name, on_object), factor=10)
+
+
 @pytest.mark.parametrize(("kind", "hook"), [("SFT", clamped), ("KTO", stepped)])
 def test_hooks_act_on_the_gradient_of_a_batch(kind, hook):
     ours = run(kind, hook, True)
     assert_same(ours.figures, theirs(kind, hook))
     assert max(ours.forwards) <= BUDGETS[kind]
+
+
+def test_once_for_each_chunk_hooks_give_other_weights(monkeypatch):
+    trusted = user_code.TRUSTED_GRADIENT_HOOKS | {__name__.partition(".")[0]}
+    monkeypatch.setattr(user_code, "TRUSTED_GRADIENT_HOOKS", trusted)
+    with pytest.raises(AssertionError, match="not close"):
+        assert_same(run("SFT", clamped, True).figures, theirs("SFT", clamped), factor=10)
 
 
 def test_a_layerwise_optimizer_acts_in_the_backward_pass(tmp_path):
