@@ -1,4 +1,4 @@
-"""Hints for unknown names of fields: the current name, or the closest one."""
+"""Hints for unknown names of fields (the current name, or the closest one), and the fields that need another one."""
 
 from __future__ import annotations
 
