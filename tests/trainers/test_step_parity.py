@@ -498,7 +498,7 @@ def test_a_rope_of_the_length_of_the_batch_is_that_of_its_columns_on_either_side
 
 
 @pytest.mark.parametrize(("is_own", "reads"), [*product([True, False], repeat=2)])
-def test_an_evaluation_whose_metrics_read_padding_runs_padded(is_own, reads, tmp_path):
+def test_an_evaluation_whose_metrics_read_padding_runs_padded(is_own, reads, tmp_path, capsys):
     def metrics(found, reads=reads):
         return {"zeros": (found.predictions[(found.label_ids != -100) | reads] == 0).mean()}
 
@@ -515,6 +515,7 @@ def test_an_evaluation_whose_metrics_read_padding_runs_padded(is_own, reads, tmp
     (theirs, _), (ours, trainer) = evaluated(trl), evaluated(trl_padfix, padding_free=True)
     assert ours == pytest.approx(theirs, rel=1e-5)
     assert (trainer.padding.stats.forwards == 0) is reads
+    assert ("parity ok, the metrics" in capsys.readouterr().out) is not reads
     assert ("eval_padfix/padded_forwards" in trainer.state.log_history[0]) is reads
     assert set(trainer.padding.parity) == {"eval"}
     trainer.compute_metrics = partial(metrics, reads=not reads)  # ours gives no logits to it

@@ -14,6 +14,7 @@ from ...core.model.inspection import codes_of
 from ...core.parity.limits import Limits, lowest_dtype
 from ..checks.user_code import custom_method
 from ..distributed import is_sharded, local_metrics_only
+from ..messages import say
 from .parity_schedule import ParitySchedule
 from .saved_state import saved_state
 from .step_parity import without_packing
@@ -61,9 +62,13 @@ class MetricsParity:
         is_active = has_metrics and self._schedule.is_active and not is_sharded(trainer)
         if not (is_active and self._schedule.is_due(padded())):
             return
-        changed = None
+        changed, is_told = None, trainer.accelerator.is_local_main_process
+        if is_told:
+            say("comparing the metrics of this evaluation: computed three more times, on some rows")
         try:
             changed = _metric_of_padding(trainer, handles, predict, loss_only, rows)
+            if is_told and changed is None:
+                say("parity ok, the metrics of this evaluation: the same with zeros at padding")
         except Exception as error:  # they may need all rows
             logger.warning(f"The metrics were not compared with padded ones: on some rows they raise {error!r}.")
         if not self._schedule.verdict(changed is None, is_zero=False):
