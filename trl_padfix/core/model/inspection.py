@@ -22,7 +22,7 @@ from ..errors import PaddingRemovalError
 
 __all__ = [
     "TRUSTED_GRADIENT_HOOKS", "TRUSTED_HOOKS", "TRUSTED_MIXERS", "TRUSTED_MODELS", "TRUSTED_MODULES",
-    "TRUSTED_WRAPPERS", "bind", "codes_of", "counts_columns", "forward_of", "forwards_in", "global_in", "globals_of",
+    "TRUSTED_WRAPPERS", "bind", "counts_columns", "forward_of", "forwards_in", "global_in", "globals_of",
     "hands_arguments_on", "is_of", "kernel_parameters", "loaded_globals", "module_of", "name_of", "names_in",
     "package_of", "parameters_of", "pools_by_token_id", "runs_another", "takes", "takes_any_argument", "variables_in",
     "with_globals", "without_checkpointing",
@@ -119,14 +119,6 @@ def variables_in(function: Callable[..., Any]) -> tuple[str, ...]:
 def code_of(function: Any) -> Any:
     """The code of a function, without its decorators; `None` for another object."""
     return getattr(inspect.unwrap(function), "__code__", None)
-
-
-def codes_of(function: Any, levels: int = 2) -> list[Any]:
-    """A function with its code; if it is a user's, followed by the functions that it calls by the name of a global."""
-    inner, code = inspect.unwrap(function), code_of(function)
-    is_followed = levels and code is not None and package_of(inner) not in _TRAINING
-    named = map(inner.__globals__.get, names_in(inner)) if is_followed else ()
-    return [(function, code), *(c for f in named if inspect.isfunction(f) for c in codes_of(f, levels - 1))]
 
 
 def global_in(module: nn.Module, name: str) -> Any:

@@ -22,7 +22,7 @@ from ...core.anatomy import find_pretrained
 from ...core.context import set_until_closed, temporarily_set
 from ...core.handle import PaddingRemoval
 from ...core.model.changes import is_harmless
-from ...core.model.inspection import TRUSTED_GRADIENT_HOOKS, codes_of, is_of, module_of, name_of
+from ...core.model.inspection import TRUSTED_GRADIENT_HOOKS, is_of, module_of, name_of
 from ...core.patches.heads import SCORED_FROM_PADDING
 from ..data.batch_rows import scores_padding
 from ..distributed import PaddingFreeTrainer
@@ -30,7 +30,7 @@ from ..distributed import PaddingFreeTrainer
 
 __all__ = [
     "custom_batch_name", "custom_loss_name", "custom_method", "custom_step_name", "gradient_hook_name",
-    "hook_beside_loss", "is_custom_collator", "loss_functions", "module_hook_names", "observe_loss",
+    "hook_beside_loss", "is_custom_collator", "module_hook_names", "observe_loss",
     "observe_user_loss", "observe_user_step", "why_padded",
 ]  # fmt: skip
 
@@ -59,16 +59,6 @@ def custom_loss_name(trainer: PaddingFreeTrainer) -> str | None:
     loss_function = vars(trainer).get("compute_loss_func")
     # GRPO in TRL 1.10 sets a string, which only turns a scaling off.
     return "compute_loss_func" if callable(loss_function) and not _is_trusted(loss_function) else None
-
-
-def loss_functions(trainer: PaddingFreeTrainer) -> list[tuple[Any, Any]]:
-    """
-    The functions that compute the loss of a trainer, each with its code, which `%autoreload` replaces within it; and
-    functions that these call, which a cell of a notebook replaces.
-    """
-    owners = [vars(trainer), *map(vars, type(trainer).__mro__)]
-    methods = [inspect.unwrap(owner[name]) for owner in owners for name in sorted(LOSS_METHODS & owner.keys())]
-    return [code for f in [*methods, vars(trainer).get("compute_loss_func")] for code in codes_of(f)]
 
 
 def custom_batch_name(trainer: PaddingFreeTrainer) -> str | None:

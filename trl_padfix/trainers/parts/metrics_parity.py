@@ -10,7 +10,6 @@ from transformers import Trainer
 
 from ...core.context import temporarily_set
 from ...core.handle import PaddingRemoval
-from ...core.model.inspection import codes_of
 from ...core.parity.limits import Limits, lowest_dtype
 from ..checks.user_code import custom_method
 from ..distributed import is_sharded, local_metrics_only
@@ -54,7 +53,7 @@ class MetricsParity:
         `predict` is the `prediction_step` of the trainer, and `padded` gives the padded batches of the models.
         """
         functions = [predict, trainer.compute_metrics, trainer.preprocess_logits_for_metrics]
-        if (functions := [code for f in functions for code in codes_of(f)]) != self._functions:
+        if functions != self._functions:
             self._functions, self.why_padded = functions, None
             self._schedule = ParitySchedule(trainer, self._is_checked, needs_padding=True)
         own = custom_method(trainer, {"prediction_step"})

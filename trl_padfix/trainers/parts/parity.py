@@ -25,7 +25,7 @@ from ...core.model.older import has_cache
 from ...core.model.patching import Attachment, ForwardPatch
 from ...core.parity.check import check_parity
 from ...core.parity.report import ParityError, ParityReport
-from ..checks.user_code import custom_loss_name, custom_method, loss_functions
+from ..checks.user_code import custom_loss_name, custom_method
 from ..distributed import is_sharded, models_of, named_models_of, on_any_process, raise_on_all
 from ..messages import say
 from .metrics_parity import MetricsParity
@@ -72,23 +72,34 @@ class Parity(Part):
 
     def attach_to_models(self) -> None:  # a model is compared on its own first batches
         self.trainer.padding.parity.clear()
+        self._has_run_user_step = False
+        self._first_steps: dict[str, int] = {}  # of each mode
+        self._is_cut_off = False
+        self._begin_steps()
+
+    def _begin_steps(self) -> None:
+        """Compare the trainer's steps and metrics on the batches that follow."""
         self.trainer.padding.loss_parity.clear()
         self.trainer.padding.why_padded = self.trainer.padding.why_eval_padded = None
-        self._has_run_user_step = False
-        self._loss_functions = loss_functions(self.trainer)
         trainer = weakref.proxy(self.trainer)
         self._schedules = {m: ParitySchedule(trainer, self.settings.parity_check) for m in ("train", "eval")}
         self._metrics = MetricsParity(self.settings.parity_check)
-        self._first_steps: dict[str, int] = {}  # of each mode
-        self._is_cut_off = False
+
+    @contextlib.contextmanager
+    def around_dataloader(self, dataset: Any, is_training: bool) -> Iterator[None]:
+        """Begin again if a training or evaluation begins: since the last one, a notebook may have changed the loss."""
+        trainer, padding = self.trainer, self.trainer.padding
+        own_metrics = trainer.compute_metrics or custom_method(trainer, {"prediction_step"})
+        is_due = custom_loss_name(trainer) or own_metrics or padding.why_padded or padding.why_eval_padded
+        if is_due and (is_training or not trainer.is_in_train):
+            self._begin_steps()
+        yield
 
     @contextlib.contextmanager
     def around_step(self, step: Step) -> Iterator[None]:
         failed = None
-        # A notebook has replaced the loss between two trainings, or an interrupt has ended the last step in a check.
-        if loss_functions(self.trainer) != self._loss_functions or self._is_cut_off:
+        if self._is_cut_off:  # an interrupt has ended the last step in a check
             self.attach_to_models()
-            # Without the reason that the replaced loss had.
             step.why_padded = self.trainer.padding.task.why_padded(step.inputs)
         self._is_cut_off = True
         if not self._first_steps:  # a user adds hooks between `__init__` and `train`
