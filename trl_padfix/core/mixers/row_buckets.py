@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_is_leaf, tree_map, tree_map_only
+from torch.utils._pytree import tree_map, tree_map_only, tree_structure
 from transformers.utils import ModelOutput
 
 from ..call.calls import CALL, LayerCall, PackedCall, RowsCall, call_of, layer_call
@@ -173,7 +173,7 @@ def _bucket_argument(
     gathered for the tokens of the rows.
     """
     packed = running_layer.arguments  # of the layer
-    if name in packed and packed[name] is value and tree_is_leaf(value):
+    if name in packed and packed[name] is value and tree_structure(value).is_leaf():
         return rows_of(value, recorded.get(name), rows, bucket)
     counterparts = {id(a): b for a, b in _paired_leaves(packed, recorded)}
 
