@@ -10,6 +10,7 @@ import torch
 import trl
 from accelerate.utils import DistributedType
 from datasets import Dataset
+from kit.commands import run_script
 from kit.methods import make_trainer
 from kit.observe import entered_tokens
 from kit.trainer_runs import (
@@ -199,6 +200,30 @@ def test_an_evaluation_whose_metrics_read_padding_runs_padded(kind, tmp_path):
         assert evaluated(reads, callback) == evaluated(reads) == 0
         assert (callback.stats.forwards == 0) is reads
     assert evaluated(True, PaddingRemovalCallback(parity_check=False)) > 0.1  # the control
+
+
+WITHOUT_TRL = """
+import sys
+sys.modules["trl"] = None
+from transformers import Qwen2Config, Qwen2ForCausalLM, Trainer, TrainingArguments, default_data_collator
+from trl_padfix import PaddingRemovalCallback
+
+shape = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2)
+model = Qwen2ForCausalLM(Qwen2Config(**shape, num_attention_heads=2, num_key_value_heads=2))
+row = {"input_ids": [5, 6, 7, 0, 0], "attention_mask": [1, 1, 1, 0, 0], "labels": [5, 6, 7, -100, -100]}
+settings = dict(output_dir=sys.argv[1], max_steps=1, use_cpu=True, report_to="none", save_strategy="no")
+metrics = lambda found: {"positions": found.predictions.shape[1]}
+given = dict(train_dataset=[row] * 8, eval_dataset=[row] * 8, data_collator=default_data_collator)
+trainer = Trainer(model, TrainingArguments(**settings), compute_metrics=metrics, **given)
+callback = PaddingRemovalCallback()
+callback.attach(trainer)
+trainer.train()
+print(callback.stats.packed_tokens, trainer.evaluate()["eval_positions"])
+"""
+
+
+def test_it_trains_and_evaluates_without_trl(tmp_path):
+    assert run_script("-c", WITHOUT_TRL, str(tmp_path)).stdout.splitlines()[-1] == "24 5"
 
 
 @pytest.mark.parametrize("mask", ["none", "prepared"])

@@ -31,7 +31,6 @@ from ..core.parity.limits import Limits, lowest_dtype
 from ..core.parity.report import ParityError, ParityReport
 from ..core.remove import remove_padding
 from ..core.switch import is_off
-from ..trainers.base import PaddingFreeMixin
 from ..trainers.checks.user_code import custom_loss_name, why_padded
 from ..trainers.distributed import check_launch, models_of, splitting_parallelism
 from ..trainers.messages import say
@@ -39,7 +38,7 @@ from ..trainers.metrics.token_counts import TokenCounter, report_of
 from ..trainers.parts.metrics_parity import MetricsParity
 from ..trainers.parts.parity import NOT_COMPARED, READS_PADDING, compare, first_call, print_reports
 from ..trainers.parts.parity_schedule import ParitySchedule
-from ..trainers.parts.part import entered
+from ..trainers.parts.part import Padding, entered
 from ..trainers.parts.saved_state import saved_state
 from ..trainers.parts.step_parity import has_padding, other_padding, without_packing
 
@@ -214,7 +213,8 @@ class PaddingRemovalCallback(TrainerCallback):
         """
         if not isinstance(trainer, Trainer):
             raise TypeError(f"`attach` takes the trainer, not its model; got `{type(trainer).__name__}`.")
-        if isinstance(trainer, PaddingFreeMixin) and trainer.padding.settings.padding_free:
+        padding = getattr(trainer, "padding", None)
+        if isinstance(padding, Padding) and padding.settings.padding_free:
             raise TypeError(f"{type(trainer).__name__} removes padding itself. Leave the callback out.")
         callbacks = trainer.callback_handler.callbacks
         # An earlier one is of a cell that runs again.
