@@ -243,6 +243,21 @@ def test_the_precision_may_be_given():
     assert result.mean_tolerance == torch.finfo(torch.float16).eps / 2
 
 
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        ({"attention_mask": torch.ones(4, 3)}, r"mask has shape \(4, 3\) and the batch \(7, "),
+        ({"prefix_sharing": "no"}, "`prefix_sharing` is True, False or 'auto', got 'no'"),
+        ({"dtype": "bfloat16"}, "`dtype` is a `torch.dtype`"),
+    ],
+)
+def test_bad_arguments_are_refused(given, error):
+    batch = inputs()
+    options = {name: given[name] for name in given.keys() - batch.keys()}
+    with pytest.raises((ValueError, TypeError), match=error):
+        check_parity(build("qwen2"), batch | {k: v for k, v in given.items() if k in batch}, **options)
+
+
 def test_the_precision_within_a_forward_counts_and_ddp_is_left_out():
     model = build("qwen2")
     model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)  # as accelerate's `prepare` does

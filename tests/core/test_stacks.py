@@ -6,6 +6,7 @@ Compact on purpose. The decoder in every mode against each row computed alone, m
 
 from __future__ import annotations
 
+import gc
 import random
 
 import pytest
@@ -91,6 +92,7 @@ def test_layers_that_are_not_handed_the_layout_are_recomputed_with_it_or_padded(
         assert stats.packed_tokens == 0
         with remove_padding(model, strict=True), pytest.raises(PaddingRemovalError, match="checkpointed from outside"):
             scores_of(model)(ids, mask)
+        gc.collect()  # in torch 2.6 the error keeps the hooks of the checkpoint that it has left
 
 
 def test_negative_control_rows_that_see_each_other_fail():

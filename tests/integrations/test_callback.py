@@ -143,7 +143,20 @@ class CountsZeros(ReadsPadding):
         return (loss, outputs) if return_outputs else loss
 
 
-@pytest.mark.parametrize(("loss", "equal"), [(ReadsPadding, 0), (ReadsPadding, 8), (CountsZeros, 0)])
+class NewHead(ReadsPadding):
+    """At first, the logits are zero at padding, too, but they have a gradient there."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        torch.nn.init.zeros_(self.model.lm_head.weight)
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
+        loss = (outputs.logits[..., :8] - 1).square().mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+@pytest.mark.parametrize(("loss", "equal"), [(ReadsPadding, 0), (ReadsPadding, 8), (CountsZeros, 0), (NewHead, 0)])
 def test_a_loss_that_reads_padding_runs_padded(loss, equal, tmp_path, caplog):
     # The first batches may have no padding.
     rows = Dataset.from_list([build_ids(1)[0]] * equal + [*build_ids(24, begin=BEGIN)])
@@ -224,6 +237,19 @@ print(callback.stats.packed_tokens, trainer.evaluate()["eval_positions"])
 
 def test_it_trains_and_evaluates_without_trl(tmp_path):
     assert run_script("-c", WITHOUT_TRL, str(tmp_path)).stdout.splitlines()[-1] == "24 5"
+
+
+def test_a_loss_of_a_training_step_is_said_not_to_be_compared(tmp_path, caplog):
+    class OwnStep(Margins):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            loss = Margins.compute_loss(self, model, self._prepare_inputs(inputs))
+            self.accelerator.backward(loss)
+            return loss.detach()
+
+    for trainer_class in (Margins, OwnStep):
+        caplog.clear()
+        train(tmp_path, trainer_class, [PaddingRemovalCallback()], max_steps=1)
+        assert ("your `training_step` computes it without `compute_loss`" in caplog.text) is (trainer_class is OwnStep)
 
 
 @pytest.mark.parametrize("mask", ["none", "prepared"])

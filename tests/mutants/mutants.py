@@ -267,7 +267,7 @@ FAULTS = {
          "lists of a batch stay where they were when its rows are grouped", "trainers/test_methods.py"),
     ],
     "trainers/parts/metrics_parity.py": [
-        ("without_packing(handles, zeros=zeros)",
+        ("without_packing(handles, at_padding=at_padding)",
          "without_packing(handles)",
          "metrics are compared without zeros at padding", "trainers/test_step_parity.py"),
     ],

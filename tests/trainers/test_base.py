@@ -29,7 +29,7 @@ from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding, Traine
 from zoo import models
 
 import trl_padfix
-from trl_padfix import ParityError, padding_free_trainer
+from trl_padfix import ParityError, dry_run, padding_free_trainer
 from trl_padfix.trainers.base import PaddingFreeMixin
 from trl_padfix.trainers.task import Task
 
@@ -243,12 +243,43 @@ def test_a_step_that_never_calls_compute_loss_is_compared_before_the_weights_cha
     (report,) = trainer.padding.parity["train"]
     assert report.ok
     assert trainer.padding.stats.packed_tokens > 0
+    assert "your `training_step` computes it" in trainer.padding.loss_parity["train"]
+    checked = make_with(lambda states: states * 1.1)
+    assert dry_run(checked)
+    assert {*checked.padding.parity} == {*checked.padding.loss_parity} == {"train"}
 
     trainer = make_with(lambda states: states * (1 + 0.02 * torch.arange(states.shape[-2]))[:, None])
     weights = [p.detach().clone() for p in trainer.model.parameters()]
     with pytest.raises(ParityError, match="parity FAILED"):
         trainer.train()
     assert all(torch.equal(p, q) for p, q in zip(trainer.model.parameters(), weights, strict=True))
+
+
+@pytest.mark.parametrize("labels", [None, list])
+def test_a_loss_by_ids_trains_without_a_tensor_of_labels(labels, tmp_path):
+    class OfIds(Weighted):
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
+            return super().compute_loss(model, dict(inputs) | {"labels": labels}, *args, **kwargs)
+
+    def collate(rows):
+        batch = dict(DataCollatorForSeq2Seq(build_tokenizer())(rows))
+        return batch | {"labels": labels and labels(batch["labels"])}
+
+    given = {"data_collator": collate, "eval_dataset": None, "max_steps": 2}
+    kinds = (OfIds, padding_free_trainer(OfIds))
+    theirs, ours = (make("transformers'", tmp_path, trainer_class=kind, **given) for kind in kinds)
+    assert_same(trained(ours), trained(theirs))
+    assert ours.padding.loss_parity["train"].startswith("parity ok")
+
+
+def test_a_model_that_was_replaced_in_a_trainer_is_refused(tmp_path):
+    trainer = make("transformers'", tmp_path, trainer_class=padding_free_trainer(Trainer), eval_dataset=None)
+    trainer.model = build_model()
+    with pytest.raises(ValueError, match=r"`trainer\.model` was replaced"):
+        trainer.train()
+    trainer.model_wrapped = trainer.model  # the control
+    trainer.train()
 
 
 class EmptyRows:

@@ -119,7 +119,7 @@ def record(dataset):
 
 
 INCOMPARABLE = [
-    ([row | {"reward": "good"} for row in ROWS], "could not convert string to float: 'good'"),
+    ([row | {"reward": "good"} for row in ROWS], r"row 0 \(counted from 0\) is not a number: 'good'"),
     ([*ROWS, ROWS[0] | {"task": None}], r"Row 10 \(counted from 0\) of the rollouts dataset has no 'task': {"),
     (ROWS[9:], "nothing to compare: of 1 tasks most have 1 trial"),
     (ROWS[3:6], "the trials of 1 all have one reward"),

@@ -527,3 +527,27 @@ def test_an_evaluation_whose_metrics_read_padding_runs_padded(is_own, reads, tmp
     assert (trainer.padding.why_eval_padded is None) is (reads != is_own)
     with pytest.raises(trl_padfix.PaddingRemovalError) if reads else contextlib.nullcontext():
         evaluated(trl_padfix, padding_free=True, strict=True)
+
+
+def test_each_batch_of_an_evaluation_whose_loss_reads_padding_runs_padded(tmp_path):
+    def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+        outputs = model(**of_model(inputs))
+        loss = (outputs.logits.logsumexp(-1) * (mask_of(inputs).bool() | (not model.training))).mean()
+        return (loss, outputs) if return_outputs else loss
+
+    def losses(library, **fields):
+        kind = type("Own", (library.SFTTrainer,), {"compute_loss": compute_loss})
+        given = {"trainer_class": kind, "eval_dataset": build_rows(12, seed=1), "eval_strategy": "epoch"} | fields
+        trainer = make(library, "SFT", tmp_path, per_device_eval_batch_size=4, num_train_epochs=1, **given)
+        before, log = trainer.evaluate(), trained(trainer)
+        found = [metrics[name] for metrics in (before, *log) for name in ("loss", "eval_loss") if name in metrics]
+        return found, trainer.padding if library is trl_padfix else None
+
+    (theirs, _), (ours, padding) = losses(trl), losses(trl_padfix, padding_free=True)
+    assert ours == pytest.approx(theirs, rel=1e-5)
+    assert padding.stats.padded_forwards == 2 * 3
+    assert padding.stats.forwards > 0
+    assert padding.why_padded is None
+    assert "reads logits" in padding.why_eval_padded
+    with pytest.raises(AssertionError):  # the control
+        assert losses(trl_padfix, padding_free=True, parity_check=False)[0] == pytest.approx(theirs, rel=1e-4)

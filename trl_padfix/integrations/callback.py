@@ -31,16 +31,24 @@ from ..core.parity.limits import Limits, lowest_dtype
 from ..core.parity.report import ParityError, ParityReport
 from ..core.remove import remove_padding
 from ..core.switch import is_off
-from ..trainers.checks.user_code import custom_loss_name, why_padded
+from ..trainers.checks.user_code import custom_loss_name, custom_method, why_padded
 from ..trainers.distributed import check_launch, models_of, splitting_parallelism
 from ..trainers.messages import say
 from ..trainers.metrics.token_counts import TokenCounter, report_of
 from ..trainers.parts.metrics_parity import MetricsParity
-from ..trainers.parts.parity import NOT_COMPARED, READS_PADDING, compare, first_call, print_reports
+from ..trainers.parts.parity import (
+    NO_IDS,
+    NOT_COMPARED,
+    READS_PADDING,
+    WITHOUT_LOSS,
+    compare,
+    first_call,
+    print_reports,
+)
 from ..trainers.parts.parity_schedule import ParitySchedule
 from ..trainers.parts.part import Padding, entered
 from ..trainers.parts.saved_state import saved_state
-from ..trainers.parts.step_parity import has_padding, other_padding, without_packing
+from ..trainers.parts.step_parity import has_padding, other_outputs, other_padding, without_packing
 
 
 __all__ = ["PaddingRemovalCallback", "callback_from", "in_words", "settings_in"]
@@ -101,6 +109,7 @@ class _Run:
         metrics ([`MetricsParity`]): The check of the metrics of evaluations.
         phase (`str`): `ATTACHED` before the training, then `TRAINING`, and `STEPPED` after its first step.
         mode (`str`): `"eval"` within an evaluation, else `"train"`.
+        has_loss (`bool`): Whether `compute_loss` was called.
         why_padded (`str`): Why all steps are computed padded; empty if they are packed.
         first_call (`dict`, *optional*): Arguments of the first packed call; `None` if they are not to be compared.
         recording (`ExitStack`): Ends the recording of that call.
@@ -115,6 +124,7 @@ class _Run:
     metrics: MetricsParity
     phase: str = ATTACHED
     mode: str = "train"
+    has_loss: bool = False
     why_padded: str = ""
     first_call: dict[str, torch.Tensor] | None = None
     recording: ExitStack = field(default_factory=ExitStack)
@@ -279,6 +289,7 @@ class PaddingRemovalCallback(TrainerCallback):
 
         @wraps(compute)  # so that a user's function, which was set on the trainer, is still found
         def compute_loss(model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            run.has_loss = True
             with batch_cache():
                 if run.schedules[torch.is_grad_enabled()].is_active and not run.why_padded:
                     self._check_loss(run, inputs, lambda batch: compute(model, batch, *args, **kwargs))
@@ -309,7 +320,7 @@ class PaddingRemovalCallback(TrainerCallback):
         schedule = run.schedules[torch.is_grad_enabled()]
         ids, mask = (getattr(given.get(name), "shape", None) for name in ("input_ids", "attention_mask"))
         if (ids is None or mask not in (None, ids)) and custom_loss_name(trainer):  # TRL's own mask padding
-            logger.warning_once(NOT_COMPARED.format(type(trainer).__name__))
+            logger.warning_once(NOT_COMPARED.format(type(trainer).__name__, NO_IDS))
         padded = [inputs] if ids is not None and ids == mask and has_padding([inputs]) else []
         if schedule.is_due(padded):
             loss, other = (self._padded_loss(trainer, inputs, batches, compute) for batches in ([], padded))
@@ -321,10 +332,16 @@ class PaddingRemovalCallback(TrainerCallback):
                 say(f"parity ok, the trainer's own loss: padded {loss:.6g}, with other values at padding {other:.6g}")
 
     def _padded_loss(self, trainer: Trainer, inputs: Any, refilled: list[Any], compute: Callable) -> float:
-        """The padded loss of a batch, with other embeddings and zeros for logits at padding if it is `refilled`."""
+        """
+        The padded loss of a batch, with other embeddings and outputs at padding if it is `refilled`.
+
+        Zeros alone, which packed forwards return, would not show that a loss reads padding while a new head returns
+        zeros for all tokens.
+        """
         with ExitStack() as stack:
-            on_embeddings = partial(other_padding, refilled, torch.Generator())
-            stack.enter_context(without_packing(self.handles, on_embeddings, zeros=bool(refilled)))
+            draw = torch.Generator()
+            others = partial(other_padding, refilled, draw), partial(other_outputs, draw) if refilled else None
+            stack.enter_context(without_packing(self.handles, *others))
             stack.enter_context(saved_state(trainer))
             stack.enter_context(torch.no_grad())
             # A copy, because a loss may take entries out of its batch.
@@ -423,6 +440,8 @@ class PaddingRemovalCallback(TrainerCallback):
             if stats.packed_tokens == stats.padded_tokens:
                 removed = f"no padding was removed: the batch has none, or no `attention_mask` ({removed})"
             say(f"First step: {removed}.")
+        if run.schedules[True].is_active and not run.has_loss and custom_method(run.trainer, {"training_step"}):
+            logger.warning(NOT_COMPARED.format(type(run.trainer).__name__, WITHOUT_LOSS))
         if run.first_call is not None:  # still recording
             logger.warning(
                 "Packed and padded were not compared on the first batch: a part of the model was called, not the "

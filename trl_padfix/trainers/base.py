@@ -34,6 +34,7 @@ from datasets import Dataset, IterableDataset
 from torch.utils.data import DataLoader
 from transformers.trainer_utils import EvalLoopOutput
 
+from ..core.anatomy import outermost_pretrained
 from ..core.call.batch_cache import batch_cache
 from ..core.context import temporarily_set
 from ..core.model.inspection import package_of
@@ -265,9 +266,18 @@ class PaddingFreeMixin:
         with self.padding.in_use():
             self._follow_models()  # after `model_init`; data loaders read the handle of the model
             if is_training and self.padding.settings.changed:
-                observe_user_step(self, self._around_user_step)
+                if outermost_pretrained(self.model) != outermost_pretrained(self.model_wrapped):
+                    raise ValueError(
+                        "`trainer.model` was replaced, but transformers would train the first model, which is in "
+                        "`trainer.model_wrapped`. Make a new trainer."
+                    )
+                self.observe_training_step()
             with entered(part.around_dataloader(dataset, is_training) for part in self.padding.parts):
                 yield
+
+    def observe_training_step(self) -> None:
+        """Run a user's `training_step` in a block of the parts."""
+        observe_user_step(self, self._around_user_step)
 
     def _around_user_step(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
         if reason := self.padding.task.why_padded({}):  # the step may compute its own loss

@@ -73,7 +73,10 @@ def dry_run(trainer: PaddingFreeTrainer) -> bool:
     ```
     """
     if not isinstance(vars(trainer).get("padding"), Padding):
-        raise TypeError(f"`dry_run` takes a trainer of this package, got `{type(trainer).__name__}`.")
+        raise TypeError(
+            f"`dry_run` takes a trainer of this package, got `{type(trainer).__name__}`. "
+            "`trl_padfix.padding_free_trainer` makes one of any trainer class."
+        )
     failed: ParityError | None = None
     counts: PaddingStats | None = None
     before = [copy(stats) for stats in trainer.padding.counts]
@@ -100,12 +103,15 @@ def dry_run(trainer: PaddingFreeTrainer) -> bool:
 
 def _compute_first_batch(trainer: PaddingFreeTrainer) -> None:
     """The first forward of a training."""
+    if trainer.padding.settings.changed:
+        trainer.observe_training_step()
     step = trainer.training_step
 
     def stop(*args: Any, **kwargs: Any) -> None:
         step(*args, **kwargs)
         raise _Stop
 
+    vars(stop)["is_observed"] = True  # `step` is: its comparison ends before the stop
     backward = trainer.accelerator.backward
     with (
         # The backward of the step is left out; only those of the parity check run.

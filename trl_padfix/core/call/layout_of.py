@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ..handle import PaddingRemoval
 
 
-__all__ = ["layout_of", "tensors_in", "token_keys"]
+__all__ = ["check_mask", "layout_of", "tensors_in", "token_keys"]
 
 
 def layout_of(inputs: DecoderInputs, handle: PaddingRemoval) -> Layout | None:
@@ -99,7 +99,7 @@ def _unfilled(inputs: DecoderInputs, handle: PaddingRemoval) -> Layout | None:
     if mask is None and not inputs.is_packed and handle.prefix_sharing and len(batch) == 1:
         return None  # neither padding nor a second row to share with; such calls may begin a loop that keeps the cache
     if mask is not None:
-        _check_mask(mask, batch)
+        check_mask(mask, batch)
     if not handle.prefix_sharing:
         return _of_rows(inputs, handle)
     by_embeddings = inputs.compared_ids is not None and not inputs.is_packed
@@ -237,7 +237,7 @@ def _tree_obstacle(inputs: DecoderInputs) -> str | None:
     return None
 
 
-def _check_mask(mask: Any, batch: torch.Tensor) -> None:
+def check_mask(mask: Any, batch: torch.Tensor) -> None:
     """Raise an error unless `mask` is a `(B, L)` tensor that fits the batch."""
     if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
         shape = tuple(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__

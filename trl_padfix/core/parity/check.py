@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..anatomy import differentiates_in_parts, reset_gather_order, reshard_parameters
 from ..context import context, of_this_thread, temporarily_set, within
 from ..errors import UnpackableCallError
-from ..handle import PaddingRemoval, PaddingStats
+from ..handle import PaddingRemoval, PaddingStats, PrefixSharing
 from ..probes import saved_modules
 from ..remove import remove_padding
 from .forwards import Forwards, Outcome, Scores, relative_difference
@@ -39,7 +39,7 @@ def check_parity(
     model: nn.Module,
     batch: dict[str, Any],
     *,
-    prefix_sharing: bool | None = None,
+    prefix_sharing: PrefixSharing | None = None,
     dtype: torch.dtype | None = None,
     gradients: bool = True,
 ) -> ParityReport:
@@ -60,7 +60,7 @@ def check_parity(
         batch (`dict`):
             `input_ids` and `attention_mask`, both of shape `(B, L)`; for a pre-packed batch `input_ids` and
             `position_ids` (and `cu_seq_lens_q`, if the batch has it). Other entries are for multimodal models only.
-        prefix_sharing (`bool`, *optional*):
+        prefix_sharing (`bool` or `"auto"`, *optional*):
             Mode for a model without padding removal; `None` means `False`. A model with padding removal
             is compared in its own mode.
         dtype (`torch.dtype`, *optional*):
@@ -74,7 +74,7 @@ def check_parity(
 
     Raises:
         PaddingRemovalError: If padding cannot be removed from the model.
-        ValueError: If the mask of the batch cannot be read, or a row has no real token.
+        ValueError: If the mask does not fit the ids, its values cannot be read, or a row has no real token.
 
     Example:
 
@@ -97,6 +97,8 @@ def check_parity(
         raise TypeError(
             "The parity check takes a batch with `input_ids`, as of `tokenizer(..., return_tensors='pt')`."
         )
+    if not isinstance(dtype, torch.dtype | None):
+        raise TypeError(f"`dtype` is a `torch.dtype`, such as `torch.bfloat16`, got {dtype!r}.")
     if isinstance(model, DistributedDataParallel):  # each of its forwards waits for other processes
         model = model.module
     handle = PaddingRemoval.of(model)
@@ -106,7 +108,7 @@ def check_parity(
         stack.enter_context(saved_modules(model.modules()))
         model.eval()
         if handle is None:
-            handle = stack.enter_context(remove_padding(model, prefix_sharing=bool(prefix_sharing)))
+            handle = stack.enter_context(remove_padding(model, prefix_sharing=prefix_sharing or False))
         # The comparison must not count among the user's forwards. A reason why short rows cannot be packed holds in
         # every step. Hooks are not such a reason: the comparison tests them.
         enabled = context().disabled - {handle}

@@ -18,6 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..anatomy import differentiates_in_parts, find_peft, pipeline_in
+from ..call.layout_of import check_mask
 from ..context import temporarily_set
 from ..handle import PaddingRemoval
 from ..layout.build import packed_layout, padding_free_layout
@@ -130,7 +131,9 @@ def padded_batch(batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         rows = ids.flatten().split(packed_layout(positions, cu_seqlens=batch.get("cu_seq_lens_q")).queries.lengths)
         pad = torch.nn.utils.rnn.pad_sequence
         return pad(rows, batch_first=True), pad([torch.ones_like(row) for row in rows], batch_first=True)
-    return batch["input_ids"], _with_mask(batch)["attention_mask"]
+    ids, mask = batch["input_ids"], _with_mask(batch)["attention_mask"]
+    check_mask(mask, ids)
+    return ids, mask
 
 
 @contextlib.contextmanager

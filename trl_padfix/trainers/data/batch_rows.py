@@ -248,7 +248,8 @@ def scored_tokens(batch: Mapping[str, Any]) -> torch.Tensor | None:
     """
     if [name for name in batch if name.endswith("input_ids")] != ["input_ids"]:
         return None
-    scored = batch["labels"] != -100 if "labels" in batch else batch.get("completion_mask")
+    labels, completion_mask = (x if isinstance(x := batch.get(n), torch.Tensor) else None for n in _READ[:2])
+    scored = completion_mask if labels is None else labels != -100
     if scored is None or scored.shape != batch["input_ids"].shape:
         return None
     return scored.bool() & (torch.arange(scored.shape[1], device=scored.device) > 0)

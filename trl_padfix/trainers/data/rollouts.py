@@ -92,9 +92,12 @@ class RecordedRollouts:
                 "`Dataset.from_generator`."
             )
         require_columns(dataset, "rollouts", [{"messages", task, reward}], "Rollouts need them")
-        values = [float(value) for value in dataset[reward]]
-        if unknown := [i for i, value in enumerate(values) if math.isnan(value)]:
-            raise ValueError(f"The `{reward}` of row {unknown[0]} (counted from 0) is not a number. Filter it out.")
+        values = list(dataset[reward])
+        if unknown := [i for i, x in enumerate(values) if not isinstance(x, int | float) or math.isnan(x)]:
+            raise ValueError(
+                f"The `{reward}` of row {unknown[0]} (counted from 0) is not a number: {values[unknown[0]]!r}. Write "
+                "one, or filter the row out."
+            )
         trials: dict[str, list[int]] = {}
         for i, name in enumerate(dataset[task]):
             trials.setdefault(str(name), []).append(i)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from accelerate.logging import get_logger
 from transformers import Trainer
 
@@ -16,7 +17,7 @@ from ..distributed import is_sharded, local_metrics_only
 from ..messages import say
 from .parity_schedule import ParitySchedule
 from .saved_state import saved_state
-from .step_parity import without_packing
+from .step_parity import Filling, without_packing
 
 
 __all__ = ["MetricsParity"]
@@ -88,9 +89,9 @@ def _metric_of_padding(
     """
     loss_only = loss_only or trainer.args.batch_eval_metrics  # such a `compute_metrics` keeps what it has seen
 
-    def metrics(zeros: bool) -> dict[str, Any]:
+    def metrics(at_padding: Filling | None = None) -> dict[str, Any]:
         with (
-            without_packing(handles, zeros=zeros),
+            without_packing(handles, at_padding=at_padding),
             saved_state(trainer),
             local_metrics_only(trainer.accelerator),
             temporarily_set(trainer.callback_handler, callbacks=[], eval_dataloader=None),
@@ -98,7 +99,7 @@ def _metric_of_padding(
         ):
             return Trainer.evaluation_loop(trainer, rows(), "comparison", loss_only).metrics  # type: ignore
 
-    padded, again, zeroed = map(metrics, (False, False, True))
+    padded, again, zeroed = metrics(), metrics(), metrics(torch.zeros_like)
     limit = Limits.of_step(lowest_dtype(trainer.model)).mean
     for name, value in padded.items():
         if isinstance(value, int | float):

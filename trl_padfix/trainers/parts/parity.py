@@ -52,9 +52,9 @@ MIXES_ROWS = (
     "`max_tokens_per_batch` (some rows at a time) and `prefix_sharing` (shared tokens once)"
 )
 
-NOT_COMPARED = (
-    "The loss of {} is not compared: its batches lack `input_ids` and `attention_mask`. If it reads padding, mask it."
-)
+NOT_COMPARED = "The loss of {} is not compared: {}. If it reads padding, mask it."
+NO_IDS = "its batches lack `input_ids` and `attention_mask`"
+WITHOUT_LOSS = "your `training_step` computes it without `compute_loss`"
 
 
 class Parity(Part):
@@ -80,7 +80,7 @@ class Parity(Part):
     def _begin_steps(self) -> None:
         """Compare the trainer's steps and metrics on the batches that follow."""
         self.trainer.padding.loss_parity.clear()
-        self.trainer.padding.why_padded = self.trainer.padding.why_eval_padded = None
+        self.trainer.padding.why_padded = self.trainer.padding.why_eval_padded = self._why_loss_padded = None
         trainer = weakref.proxy(self.trainer)
         self._schedules = {m: ParitySchedule(trainer, self.settings.parity_check) for m in ("train", "eval")}
         self._metrics = MetricsParity(self.settings.parity_check)
@@ -137,13 +137,16 @@ class Parity(Part):
 
             with temporarily_set(padding, running=None, in_steps=(), why_padded=None):
                 self._metrics.compare(trainer, padding.handles, predict, loss_only, padded, rows)
-            reason = padding.why_eval_padded = self._metrics.why_padded
+            reason = padding.why_eval_padded = self._why_loss_padded or self._metrics.why_padded
             # Steps run padded, and count that. A method of the user may call the model outside of a step.
             around = self.around_user_step(model, "eval") if own else contextlib.nullcontext()
             own_padded = entered(handle.padded(reason) for handle in padding.handles if reason and own)
             why_padded = padding.why_padded or (None if own else reason)
             with temporarily_set(padding, why_padded=why_padded), own_padded, around:
-                return predict(model, inputs, loss_only, *args, **kwargs)
+                result = predict(model, inputs, loss_only, *args, **kwargs)
+                if padding.why_padded != why_padded:  # this step was compared
+                    padding.why_eval_padded = self._why_loss_padded = padding.why_padded
+            return result
 
         with temporarily_set(trainer, prediction_step=compared):
             yield
@@ -171,8 +174,7 @@ class Parity(Part):
         else:
             for handle in self.trainer.padding.handles:
                 handle.accept_hooks()  # the comparison after these forwards checks them
-            said = self.trainer.padding.loss_parity[step.mode] = NOT_COMPARED.format(type(self.trainer).__name__)
-            self._tell(said)
+            self._tell_not_compared(step.mode, NO_IDS)
             with self._model_compared_on_first_call(step.mode, step.model):
                 yield
 
@@ -213,6 +215,8 @@ class Parity(Part):
         with self._model_compared_on_first_call(mode, model) if is_due else contextlib.nullcontext():
             yield
         self._has_run_user_step = True
+        if mode == "train" and self._schedules[mode].is_active and mode not in self._first_steps:
+            self._tell_not_compared(mode, WITHOUT_LOSS)
 
     @contextlib.contextmanager
     def _model_compared_on_first_call(self, mode: str, model: torch.nn.Module) -> Iterator[None]:
@@ -251,6 +255,10 @@ class Parity(Part):
         """Tell a text once, on one process of each machine."""
         if self.trainer.accelerator.is_local_main_process:
             self.trainer.padding.handles[0].say_once(text, tell=tell)
+
+    def _tell_not_compared(self, mode: str, reason: str) -> None:
+        said = self.trainer.padding.loss_parity[mode] = NOT_COMPARED.format(type(self.trainer).__name__, reason)
+        self._tell(said, say if reason == NO_IDS else logger.warning)
 
     # -- the trainer's step
 

@@ -50,8 +50,8 @@ from .saved_state import saved_state
 
 
 __all__ = [
-    "StepReport", "check_step", "few_items", "has_padding", "is_told", "other_padding", "precision_in",
-    "without_packing",
+    "Filling", "StepReport", "check_step", "few_items", "has_padding", "is_told", "other_outputs", "other_padding",
+    "precision_in", "without_packing",
 ]  # fmt: skip
 
 logger = get_logger(__name__)
@@ -77,6 +77,9 @@ SAMPLED = 65536
 
 _Hook: TypeAlias = Callable[..., Any] | None
 """A forward hook, if there is one."""
+
+Filling: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+"""What stands at padding in states or logits, `(B, L, H)`, in place of what the model computes there."""
 
 _Weighted: TypeAlias = list[tuple[float, dict[str, Any]]]
 """Batches, and their weights in a loss."""
@@ -285,8 +288,8 @@ class _Comparison:
             if not on_any_process(self.trainer, not report.ok):
                 return report
         again = self._padded([(1.0, refilled_batch)])
-        zeroed = self._padded([(1.0, refilled_batch)], zeros=True)
-        both = self._padded([(1.0, refilled_batch)], on_embeddings, zeros=True)
+        zeroed = self._padded([(1.0, refilled_batch)], at_padding=torch.zeros_like)
+        both = self._padded([(1.0, refilled_batch)], on_embeddings, torch.zeros_like)
         causes = {ZEROED: (zeroed.distance(padded), same), BOTH: (both.distance(zeroed), same)}
         repeated = None if same.allow(*again.distance(padded)) else (padded.loss, again.loss)
         return replace(report, found=report.found | causes, repeated=repeated)
@@ -308,9 +311,9 @@ class _Comparison:
             budget = min(budget, max(longest, sum(ordered[:2]) if len(ordered) > 2 else longest))
         return self._values(batch, budget)
 
-    def _padded(self, batches: _Weighted, on_embeddings: _Hook = None, zeros: bool = False) -> _Values:
+    def _padded(self, batches: _Weighted, on_embeddings: _Hook = None, at_padding: Filling | None = None) -> _Values:
         """The weighted sum of the steps on `batches`, within [`without_packing`]."""
-        with without_packing(self.trainer.padding.handles, on_embeddings, zeros):
+        with without_packing(self.trainer.padding.handles, on_embeddings, at_padding):
             steps = [(weight, self._values(batch, None)) for weight, batch in batches]
         gradients = [weight * step.gradient for weight, step in steps if step.gradient is not None]
         return _Values(sum(weight * step.loss for weight, step in steps), sum(gradients) if gradients else None)
@@ -398,18 +401,21 @@ class _Comparison:
 
 
 @contextlib.contextmanager
-def without_packing(handles: list[PaddingRemoval], on_embeddings: _Hook = None, zeros: bool = False) -> Iterator[None]:
+def without_packing(
+    handles: list[PaddingRemoval], on_embeddings: _Hook = None, at_padding: Filling | None = None
+) -> Iterator[None]:
     """
     A block without padding removal, perhaps with a forward hook on the embeddings of the policy.
 
-    With `zeros`, models and their decoders return zeros at padding, as packed ones do.
+    With `at_padding`, models and their decoders return its values at padding: packed ones return zeros.
     """
     with contextlib.ExitStack() as stack:
         for handle in handles:
             stack.enter_context(handle.disabled())
             stack.enter_context(number_padded_rows(handle.anatomy.pretrained) or contextlib.nullcontext())
-            for module in dict.fromkeys((handle.decoder, handle.anatomy.pretrained)) if zeros else ():
-                stack.enter_context(module.register_forward_hook(of_this_thread(_zeros_at_padding), with_kwargs=True))
+            for module in dict.fromkeys((handle.decoder, handle.anatomy.pretrained)) if at_padding else ():
+                hook = of_this_thread(partial(_fill_padding, at_padding))
+                stack.enter_context(module.register_forward_hook(hook, with_kwargs=True))
         if on_embeddings is not None:
             embedding = handles[0].anatomy.pretrained.get_input_embeddings()
             stack.enter_context(embedding.register_forward_hook(of_this_thread(on_embeddings)))
@@ -443,16 +449,23 @@ def other_padding(
     return output
 
 
-def _zeros_at_padding(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
-    """A forward hook: an output with zeros at padding."""
+def other_outputs(draw: torch.Generator, x: torch.Tensor) -> torch.Tensor:
+    """Other states or logits, `(B, L, H)`: about half of the tokens have zeros, the others random values."""
+    scale, direction = (torch.randn(shape, generator=draw) for shape in (x.shape[:2], x.shape[2]))
+    return (4 * scale.relu()).to(x)[..., None] * direction.to(x)
+
+
+def _fill_padding(at_padding: Filling, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+    """A forward hook: an output with the values of `at_padding` at padding."""
     mask = bind(module.forward, args, kwargs).get("attention_mask")
     if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
         return output
 
-    def zeroed(x: torch.Tensor) -> torch.Tensor:  # states and logits
-        return x.masked_fill(mask[..., None] == 0, 0) if x.dim() == 3 and x.shape[:2] == mask.shape else x
+    def filled(x: torch.Tensor) -> torch.Tensor:  # states and logits
+        is_of_tokens = x.dim() == 3 and x.shape[:2] == mask.shape
+        return torch.where(mask[..., None] == 0, at_padding(x), x) if is_of_tokens else x
 
-    return tree_map_only(torch.Tensor, zeroed, output)
+    return tree_map_only(torch.Tensor, filled, output)
 
 
 def _one_rounding_away(
