@@ -76,7 +76,13 @@ HYBRID_SHAPES: dict[str, dict[str, int]] = {
 }
 """Small shapes of Qwen3.5: three layers with a gated delta rule, then one with attention."""
 
-ALL_SHAPES = SHAPES | HYBRID_SHAPES
+GPU_SHAPES: dict[str, dict[str, int]] = {
+    "0.5b": dict(layers=24, hidden_size=896, heads=14, kv_heads=2, intermediate_size=4864, vocab_size=151936),
+    "7b": dict(layers=28, hidden_size=3584, heads=28, kv_heads=4, intermediate_size=18944, vocab_size=152064),
+}
+"""The shapes of Qwen2.5-0.5B and Qwen2.5-7B."""
+
+ALL_SHAPES = SHAPES | HYBRID_SHAPES | GPU_SHAPES
 
 
 class WrongNumbersError(RuntimeError):

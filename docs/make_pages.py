@@ -89,13 +89,13 @@ prompt's completions into one micro-batch (if the loss sums over rows). Means ov
 
 | flag or variable | what it does |
 |---|---|
-| `trl-padfix doctor` | shows what runs here (or `--json`); exits with status 1 if `--model` or `--attn` cannot run |
+| `trl-padfix doctor` | shows what runs here (or `--json`); exits with status 1 if `--model` cannot run |
 | `--dry_run` | [checks the first batch](numbers.md#in-your-run) without training |
 | `--dataset_name`, `datasets` | [your data](../recipes/README.md) |
 | `--tiny_model tiny` or `small` | trains a random Qwen2 |
 | `--resume_from_checkpoint` | takes `latest` or a folder ([resume](../recipes/README.md#resume)) |
 | `--accelerate_config` | takes a file, or a name of TRL's; flags of `accelerate launch` work too, also in YAML |
-| `trl-padfix --debug COMMAND` or `TRL_PADFIX_DEBUG=1` | shows the traceback of every error |
+| `TRL_PADFIX_DEBUG=1` | shows the traceback of every error |
 | `TRL_PADFIX_OFF=1` | lets TRL's code compute every step |
 
 Set `TRL_PADFIX_OFF=1` before you make the trainer. With a warning, it turns off the fields of computation,

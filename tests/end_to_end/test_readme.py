@@ -37,7 +37,7 @@ def test_the_drop_in_example_trains(tiny_model, tmp_path):
     assert history[0]["padfix/pad_fraction"] > 0
     assert history[0]["padfix/shared_fraction"] > 0
     assert any("forward" in vars(module) for module in decoder.modules())
-    trainer.restore_padding()
+    trainer.padding.restore()
     assert not any("forward" in vars(module) for module in decoder.modules())
 
 

@@ -249,7 +249,7 @@ def test_a_loss_of_a_training_step_is_said_not_to_be_compared(tmp_path, caplog):
     for trainer_class in (Margins, OwnStep):
         caplog.clear()
         train(tmp_path, trainer_class, [PaddingRemovalCallback()], max_steps=1)
-        assert ("your `training_step` computes it without `compute_loss`" in caplog.text) is (trainer_class is OwnStep)
+        assert ("its `training_step` calls no `compute_loss`" in caplog.text) is (trainer_class is OwnStep)
 
 
 @pytest.mark.parametrize("mask", ["none", "prepared"])

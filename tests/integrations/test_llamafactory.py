@@ -73,7 +73,7 @@ def test_our_module_starts_it_without_padding(method, folder):
     theirs, shares = logged(folder / "out"), method != "sft"
     said = run(*PLUGIN, config(folder, method, padfix_prefix_sharing=shares), folder=folder)
     assert_equal_steps_of_fewer_tokens(logged(folder / "out"), theirs, shares=shares)
-    assert said.count("parity ok") == (2 if method == "dpo" else 1)  # policy and reference
+    assert said.count("): parity ok") == (2 if method == "dpo" else 1)  # policy and reference
     assert said.count("tokens were computed") == 1
 
 
@@ -107,7 +107,7 @@ def test_sharded_models_are_served(strategy, folder):
         figures.append(logged(folder / "out"))
     assert any(folder.glob("out/checkpoint-*/global_step*")) is (strategy != "fsdp2")  # DeepSpeed's shards
     assert_equal_steps_of_fewer_tokens(figures[1], figures[0])
-    assert said.count("parity ok") == 2
+    assert said.count("): parity ok") == 2
 
 
 def test_its_own_command_stops_at_the_key_and_ours_without_it(folder):

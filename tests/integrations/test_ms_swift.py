@@ -122,7 +122,7 @@ def test_a_callback_removes_padding(method, kind, tmp_path):
     ours, said = train(tmp_path, method, callback, kind=kind, name="ours")
     assert_equal_steps_of_fewer_tokens(ours, theirs, shares=callback != "padfix")
     checked = 2 if method in ("dpo", "kto", "grpo") else 1  # policy and reference
-    assert said.count("parity ok") == checked * (not callback.endswith("unchecked"))
+    assert said.count("): parity ok") == checked * (not callback.endswith("unchecked"))
     assert said.count("tokens were computed") == 1 or kind == "images"
 
 

@@ -23,8 +23,6 @@ class VarlenCall:
     segments: int
     window_size: tuple[int, int]
     causal: bool
-    token_by_token: bool
-    """Whether queries, keys and values lie in memory as their shapes say."""
 
 
 calls: list[VarlenCall] = []
@@ -75,8 +73,7 @@ def flash_attn_varlen_func(
     lengths_q = _lengths(cu_seqlens_q, q.shape[0], max_seqlen_q)
     lengths_k = _lengths(cu_seqlens_k, k.shape[0], max_seqlen_k)
     assert len(lengths_q) == len(lengths_k)
-    lies_so = all(x.is_contiguous() for x in (q, k, v))
-    calls.append(VarlenCall(q.shape[0], k.shape[0], len(lengths_q), tuple(window_size), causal, lies_so))
+    calls.append(VarlenCall(q.shape[0], k.shape[0], len(lengths_q), tuple(window_size), causal))
     window = (window_size[0], 0 if causal else window_size[1])
     return varlen_reference.attend(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, window, softcap)[0]
 

@@ -243,7 +243,7 @@ def test_a_step_that_never_calls_compute_loss_is_compared_before_the_weights_cha
     (report,) = trainer.padding.parity["train"]
     assert report.ok
     assert trainer.padding.stats.packed_tokens > 0
-    assert "your `training_step` computes it" in trainer.padding.loss_parity["train"]
+    assert "its `training_step` calls no `compute_loss`" in trainer.padding.loss_parity["train"]
     checked = make_with(lambda states: states * 1.1)
     assert dry_run(checked)
     assert {*checked.padding.parity} == {*checked.padding.loss_parity} == {"train"}

@@ -118,8 +118,8 @@ def test_a_trainer_takes_its_model_over_again(first, second, tmp_path, caplog):
         one.evaluate()
         assert one.padding.stats.forwards > counted > 1
         assert one.padding.stats.packed_tokens < one.padding.stats.real_tokens
-    two.restore_padding()
-    one.restore_padding()
+    two.padding.restore()
+    one.padding.restore()
     assert one.padding.stats.forwards
     assert is_bare(model)
     assert "Nothing was packed" not in " ".join(our_warnings(caplog))
@@ -249,7 +249,7 @@ def test_a_trainer_that_pads_left_attaches_once_and_again_after_another_one(fiel
     assert attached == [one, two, one]
 
 
-def test_a_restored_trainer_says_so_splits_no_steps_and_has_its_own_training_step(tmp_path, caplog):
+def test_a_restored_trainer_splits_no_steps_and_has_its_own_training_step(tmp_path, caplog):
     class OfUser(trl_padfix.DPOTrainer):
         def training_step(self, *args, **kwargs):
             return super().training_step(*args, **kwargs)
@@ -262,8 +262,7 @@ def test_a_restored_trainer_says_so_splits_no_steps_and_has_its_own_training_ste
     trainer.train()
     assert "runs padded" not in caplog.text
     split, rows[:] = [*rows], []
-    trainer.restore_padding()
+    trainer.padding.restore()
     assert "training_step" not in vars(trainer)
     trainer.train()
-    assert "`restore_padding()` was called: this trainer removes no padding." in caplog.text
     assert max(split) < min(rows)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Callable
 from subprocess import CalledProcessError
@@ -17,7 +16,7 @@ from . import INTERRUPTED, METHODS, disable_telemetry
 from .doctor import doctor
 from .launch import parse
 from .stats import stats
-from .user_errors import DEBUG, UserErrorGroup
+from .user_errors import UserErrorGroup
 
 
 app = typer.Typer(
@@ -36,11 +35,8 @@ app.command(short_help=stats.__doc__)(stats)
 @app.callback(invoke_without_command=True)
 def _first(
     version: Annotated[bool, Option("--version", help="Print the version.")] = False,
-    debug: Annotated[bool, Option("--debug", help="Show the traceback of every error.")] = False,
 ) -> None:
     disable_telemetry()
-    if debug:
-        os.environ[DEBUG] = "1"  # for the processes of a training too
     if version:
         typer.echo(__version__)
         raise typer.Exit

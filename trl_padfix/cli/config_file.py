@@ -35,7 +35,6 @@ BOOLEANS = ["yes", "true", "t", "y", "1", "no", "false", "f", "n", "0"]
 """Strings that the parser of transformers treats as flags."""
 
 READERS = {"int": int, "float": float, "bool": BOOLEANS.index, "dict": lambda word: {**json.loads(word)}}
-READERS["NAME=VALUE"] = lambda word: dict(pair.split("=") for pair in word.split(","))  # as transformers reads it
 """Readers of the values that are checked, by the types of fields. They raise an error; other types read all."""
 
 OPEN = {"accelerate_config", "attn_implementation", "ref_attn_implementation", "teacher_attn_implementation"}
@@ -136,8 +135,7 @@ def check_given(method: str, given: Given) -> str | bool | None:
     for package in ("transformers", "trl"):
         require(package, f"{METHODS[method]}Trainer")
     fields = declared_fields(method)
-    whole = {name: _whole(name, fields) if place.startswith("--") else name for name, place in given.places.items()}
-    values, places = ({whole[name]: x for name, x in by_name.items()} for by_name in given)
+    values, places = given
     if not newer_trl():  # a later TRL may declare fields in other files; the parser of its script checks the names
         check_names(method, places, fields)
     on = {name for name, value in values.items() if str(value).lower() in (*BOOLEANS[:5], "auto")}
@@ -224,7 +222,6 @@ def declared_fields(method: str) -> dict[str, set[str]]:
     source = (_folder("transformers") / "integrations/integration_utils.py").read_text("utf-8")
     if loggers := {repr(name) for name in re.findall(r'^    "(\w+)": \w+Callback,', source, re.MULTILINE)}:
         fields["report_to"] = {"None", "list", "'all'", "'none'"} | loggers
-    fields["optim_args"] = {"None", "NAME=VALUE"}
     fields["run_name"] = {"None", "text"}  # YAML reads 7 and 2026-11-30 as other types than text
     fields["accelerate_config"] = {repr(file.stem) for file in (_folder("trl") / "accelerate_configs").glob("*.yaml")}
     return fields
@@ -300,12 +297,6 @@ def check_names(method: str, places: dict[str, str], known: Iterable[str]) -> No
     if unknown := [name for name in places if name not in {*known}]:
         first = f"not a field of `trl-padfix {method}` (`--help` lists them) or of `accelerate launch`:"
         raise ValueError("\n".join([first, *(f"  {places[name]}{hint(name, known)}" for name in unknown)]))
-
-
-def _whole(name: str, known: Iterable[str]) -> str:
-    """The field that the beginning of a flag stands for, as argparse takes it."""
-    longer = [other for other in known if other.startswith(name)]
-    return longer[0] if len(longer) == 1 else name
 
 
 def _check_value(name: str, value: Any, place: str, types: set[str]) -> None:

@@ -27,16 +27,15 @@ __all__ = ["describe", "doctor"]
 
 def doctor(
     model: Annotated[str | None, Option(help="Path or Hub id of a model to diagnose.")] = None,
-    attn: Annotated[str | None, Option(help="Exit with 1 if this attention implementation cannot run.")] = None,
     as_json: Annotated[bool, Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
-    """Show what runs here and how a model is packed; exit with 1 if what you request cannot run."""
+    """Show what runs here and how a model is packed; exit with 1 if the model cannot run."""
     if model is not None:
         refuse_missing(model, "--model", True, ("config.json",))
     with redirect_stdout(sys.stderr):  # what other packages print
         from ..tools.doctor import diagnose
 
-        diagnosis = diagnose(model, attn)
+        diagnosis = diagnose(model)
     typer.echo(json.dumps(asdict(diagnosis), indent=2) if as_json else "\n".join(describe(diagnosis)))
     raise typer.Exit(1 if diagnosis.problems else 0)
 

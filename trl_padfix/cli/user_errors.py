@@ -2,7 +2,7 @@
 Print errors that were raised on purpose as their own text, without a traceback, and exit with 1.
 
 [`UserErrorGroup`] is the group of all commands, and [`explain_errors`] does the same in a process of a training.
-`--debug` (or `TRL_PADFIX_DEBUG=1`) shows the traceback of every error.
+`TRL_PADFIX_DEBUG=1` shows the traceback of every error.
 """
 
 from __future__ import annotations
@@ -18,13 +18,11 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from . import METHODS
-
 
 __all__ = ["DEBUG", "UserErrorGroup", "explain_errors"]
 
 DEBUG = "TRL_PADFIX_DEBUG"
-"""Environment variable that `--debug` sets, because the processes of a training inherit it."""
+"""Environment variable: the processes of a training inherit it."""
 
 CHECKERS = ("accelerate", "datasets", "enum.py", "huggingface_hub", "peft", "transformers", "trl", "trl_padfix")
 """Packages (and a module) that check what a user gives them, and raise errors with a message."""
@@ -34,9 +32,6 @@ class UserErrorGroup(TyperGroup):
     """The group of all commands, which explains the errors that a command does not explain itself."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if "--debug" in args[1:] and args[0] not in METHODS:  # trainings have a field `debug` of TRL
-            os.environ[DEBUG] = "1"
-            args = [arg for arg in args if arg != "--debug"]
         name = args[0].lower()  # also `trl-padfix DPO`
         table = (Path(__file__).parents[1] / "experimental/tasks.py").read_text("utf-8")  # its import takes seconds
         if found := re.search(rf'^    "{re.escape(name)}": Experiment\(\s*"(\w+)"', table, re.MULTILINE):

@@ -53,7 +53,7 @@ __all__ = [
 ATTACHED_BY = {
     "handle": "`remove_padding` did it: first call `.remove()` on its handle, or "
     "`trl_padfix.PaddingRemoval.of(model).remove()`",
-    "trainer": "A trainer of this package did it, and needs no callback. `trainer.restore_padding()` detaches it",
+    "trainer": "A trainer of this package did it, and needs no callback. `trainer.padding.restore()` detaches it",
     "callback": "A callback did it: `callback.remove()` detaches it. Our trainers need none",
 }
 """What to do if padding removal is attached already, by the first word of the name of its handle."""

@@ -36,15 +36,7 @@ from ..trainers.distributed import check_launch, models_of, splitting_parallelis
 from ..trainers.messages import say
 from ..trainers.metrics.token_counts import TokenCounter, report_of
 from ..trainers.parts.metrics_parity import MetricsParity
-from ..trainers.parts.parity import (
-    NO_IDS,
-    NOT_COMPARED,
-    READS_PADDING,
-    WITHOUT_LOSS,
-    compare,
-    first_call,
-    print_reports,
-)
+from ..trainers.parts.parity import NOT_COMPARED, READS_PADDING, STEP_NOT_COMPARED, compare, first_call, print_reports
 from ..trainers.parts.parity_schedule import ParitySchedule
 from ..trainers.parts.part import Padding, entered
 from ..trainers.parts.saved_state import saved_state
@@ -223,8 +215,7 @@ class PaddingRemovalCallback(TrainerCallback):
         """
         if not isinstance(trainer, Trainer):
             raise TypeError(f"`attach` takes the trainer, not its model; got `{type(trainer).__name__}`.")
-        padding = getattr(trainer, "padding", None)
-        if isinstance(padding, Padding) and padding.settings.padding_free:
+        if isinstance(own := getattr(trainer, "padding", None), Padding) and own.settings.padding_free:
             raise TypeError(f"{type(trainer).__name__} removes padding itself. Leave the callback out.")
         callbacks = trainer.callback_handler.callbacks
         # An earlier one is of a cell that runs again.
@@ -320,7 +311,7 @@ class PaddingRemovalCallback(TrainerCallback):
         schedule = run.schedules[torch.is_grad_enabled()]
         ids, mask = (getattr(given.get(name), "shape", None) for name in ("input_ids", "attention_mask"))
         if (ids is None or mask not in (None, ids)) and custom_loss_name(trainer):  # TRL's own mask padding
-            logger.warning_once(NOT_COMPARED.format(type(trainer).__name__, NO_IDS))
+            logger.warning_once(NOT_COMPARED.format(type(trainer).__name__))
         padded = [inputs] if ids is not None and ids == mask and has_padding([inputs]) else []
         if schedule.is_due(padded):
             loss, other = (self._padded_loss(trainer, inputs, batches, compute) for batches in ([], padded))
@@ -441,7 +432,7 @@ class PaddingRemovalCallback(TrainerCallback):
                 removed = f"no padding was removed: the batch has none, or no `attention_mask` ({removed})"
             say(f"First step: {removed}.")
         if run.schedules[True].is_active and not run.has_loss and custom_method(run.trainer, {"training_step"}):
-            logger.warning(NOT_COMPARED.format(type(run.trainer).__name__, WITHOUT_LOSS))
+            logger.warning(STEP_NOT_COMPARED.format(type(run.trainer).__name__))
         if run.first_call is not None:  # still recording
             logger.warning(
                 "Packed and padded were not compared on the first batch: a part of the model was called, not the "

@@ -51,7 +51,10 @@ def trainer_of(columns: Iterable[str]) -> str:
         if any(needed <= names for needed in needed_columns(trainer)[0]):
             return trainer
     taken = "dpo: chosen, rejected; kto: completion, label, prompt; sft: completion, prompt or messages or text"
-    raise ValueError(f"The data has the columns {', '.join(columns)}. This command counts {taken}.")
+    raise ValueError(
+        f"The data has the columns {', '.join(columns)}. This command counts {taken}. Prompts alone (GRPO, RLOO, "
+        "distillation) show no completions to count."
+    )
 
 
 def token_rows(rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> list[TokenRow]:

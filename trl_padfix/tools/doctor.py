@@ -57,15 +57,13 @@ class Diagnosis:
     problems: list[str]  # reasons why the requested model, attention or precision cannot run
 
 
-def diagnose(model: str | None = None, attn: str | None = None) -> Diagnosis:
+def diagnose(model: str | None = None) -> Diagnosis:
     """
     Diagnose this machine, and a model if one is named.
 
     Args:
         model (`str`, *optional*):
             Path or Hub id; only its configuration is read.
-        attn (`str`, *optional*):
-            Attention implementation that must run.
 
     Returns:
         [`Diagnosis`], whose `problems` name everything that cannot be read or cannot run.
@@ -87,10 +85,7 @@ def diagnose(model: str | None = None, attn: str | None = None) -> Diagnosis:
     config = None if model is None else AutoConfig.from_pretrained(model, trust_remote_code=False)
     run = machine, dtype, config
     auto, _ = fastest_attention(*run)
-    names = ATTENTIONS if attn in (None, "auto", *ATTENTIONS) else (*ATTENTIONS, attn)
-    attention = {name: attention_obstacle(name, *run) for name in names}
-    if reason := attention.get(attn or auto):
-        problems.append(f"`{attn}` cannot run: {reason}")
+    attention = {name: attention_obstacle(name, *run) for name in ATTENTIONS}
     report = None if config is None else _report(model, config)
     if report is not None and report.refusal is not None:
         problems.append(f"Padding cannot be removed from {report.architecture}: {report.refusal}")

@@ -53,11 +53,8 @@ CHAT_TEMPLATE = (
 SHAPES: dict[str, dict[str, int]] = {
     "tiny": dict(layers=2, hidden_size=128, heads=4, kv_heads=2, intermediate_size=352, vocab_size=2048),
     "small": dict(layers=6, hidden_size=512, heads=8, kv_heads=2, intermediate_size=1408, vocab_size=8192),
-    "0.5b": dict(layers=24, hidden_size=896, heads=14, kv_heads=2, intermediate_size=4864, vocab_size=151936),
-    "7b": dict(layers=28, hidden_size=3584, heads=28, kv_heads=4, intermediate_size=18944, vocab_size=152064),
 }
-"""Shapes of Qwen2: two for CPUs, and the shapes of Qwen2.5-0.5B and Qwen2.5-7B."""
-
+"""Shapes of Qwen2 for CPUs."""
 
 _FIELDS = {"layers": "num_hidden_layers", "heads": "num_attention_heads", "kv_heads": "num_key_value_heads"}
 """Names in a shape, and the fields of transformers' configurations."""

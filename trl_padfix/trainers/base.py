@@ -222,15 +222,6 @@ class PaddingFreeMixin:
         elif self.padding.follow(models_of(self)):
             self._attach_to_models()
 
-    def restore_padding(self) -> None:
-        """
-        Detach from the models and restore their state before this trainer was created.
-
-        Between trainings and evaluations of this trainer the models compute padded in other code, also without this
-        call, and other trainers may take them over. After this call, this trainer itself computes padded, too.
-        """
-        self.padding.restore()
-
     # -- data
 
     @hook
@@ -271,15 +262,12 @@ class PaddingFreeMixin:
                         "`trainer.model` was replaced, but transformers would train the first model, which is in "
                         "`trainer.model_wrapped`. Make a new trainer."
                     )
-                self.observe_training_step()
+                observe_user_step(self, self.around_user_step)
             with entered(part.around_dataloader(dataset, is_training) for part in self.padding.parts):
                 yield
 
-    def observe_training_step(self) -> None:
-        """Run a user's `training_step` in a block of the parts."""
-        observe_user_step(self, self._around_user_step)
-
-    def _around_user_step(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
+    def around_user_step(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
+        """A block around a user's `training_step`, which may call no `compute_loss`."""
         if reason := self.padding.task.why_padded({}):  # the step may compute its own loss
             return entered(handle.padded(reason) for handle in self.padding.handles)
         return entered(part.around_user_step(model) for part in self.padding.in_steps)
@@ -365,8 +353,6 @@ class PaddingFreeMixin:
     # -- checkpoints
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        if self.padding.is_restored and self.padding.settings.padding_free:
-            logger.warning("`restore_padding()` was called: this trainer removes no padding. Make a new one to pack.")
         with self.padding.in_use():
             return super().train(checkpoint_to_resume(resume_from_checkpoint, self.args.output_dir), *args, **kwargs)
 

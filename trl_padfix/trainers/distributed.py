@@ -29,7 +29,7 @@ class PaddingFreeTrainer(Trainer):
 
     accelerator: Any  # many attributes are optional: only the parallelism that needs them sets them
     padding: Any  # [`Padding`], whose parts read the trainer
-    observe_training_step: Any
+    around_user_step: Any
 
 
 def named_models_of(trainer: PaddingFreeTrainer) -> dict[str, Any]:

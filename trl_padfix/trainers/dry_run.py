@@ -17,6 +17,7 @@ from ..core.context import context, temporarily_set
 from ..core.handle import PaddingStats
 from ..core.parity.report import ParityError
 from ..core.switch import OFF, is_off
+from .checks.user_code import observe_user_step
 from .distributed import datasets_of, named_models_of
 from .messages import counted
 from .parts.part import Padding, PaddingFreeTrainer
@@ -104,7 +105,7 @@ def dry_run(trainer: PaddingFreeTrainer) -> bool:
 def _compute_first_batch(trainer: PaddingFreeTrainer) -> None:
     """The first forward of a training."""
     if trainer.padding.settings.changed:
-        trainer.observe_training_step()
+        observe_user_step(trainer, trainer.around_user_step)
     step = trainer.training_step
 
     def stop(*args: Any, **kwargs: Any) -> None:

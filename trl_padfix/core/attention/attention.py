@@ -17,7 +17,7 @@ No mask is larger than one block of queries of one segment.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
@@ -228,7 +228,10 @@ def _attend(
     key, value = gather_keys(layout, key, value)
     if is_varlen:
         if _is_triton_backend():
-            query, key, value = _for_triton(module, kwargs, query, key, value)
+            raise PaddingRemovalError(
+                "flash-attn's Triton backend for AMD GPUs ignores windows and softcaps, and computes wrong gradients "
+                "for some memory layouts. Load the model with `attn_implementation='sdpa'`."
+            )
         return attend(module, query, key, value, None, **segment_arguments(layout), **kwargs)[0]
     options = {"is_eager": is_eager, "masks": masks, "fixed_order": call.fixed_order}
     return attend_by_segment(attend, module, query, key, value, layout, kwargs, **options)
@@ -303,23 +306,6 @@ class ViewPatch(ForwardPatch):
 
 
 logger = logging.get_logger(__name__)
-
-
-def _for_triton(module: nn.Module, kwargs: dict[str, Any], *states: torch.Tensor) -> Iterator[torch.Tensor]:
-    """
-    Query, key and value as flash-attn's Triton backend for AMD GPUs (2.8.3) needs them.
-
-    Raises:
-        PaddingRemovalError: If the backend would ignore an argument of the module without an error.
-    """
-    for name, alternative in {"softcap": "eager", "sliding_window": "sdpa"}.items():
-        if kwargs.get(name) is not None:
-            raise PaddingRemovalError(
-                f"flash-attn's Triton backend ignores windows and softcaps, and {type(module).__name__} needs "
-                f"`{name}={kwargs[name]}`. Load the model with `attn_implementation={alternative!r}`."
-            )
-    # Partial rotary embeddings return states with heads first in memory. For these it computes wrong gradients.
-    return (x.transpose(1, 2).contiguous().transpose(1, 2) for x in states)
 
 
 def _is_triton_backend() -> bool:

@@ -52,9 +52,12 @@ MIXES_ROWS = (
     "`max_tokens_per_batch` (some rows at a time) and `prefix_sharing` (shared tokens once)"
 )
 
-NOT_COMPARED = "The loss of {} is not compared: {}. If it reads padding, mask it."
-NO_IDS = "its batches lack `input_ids` and `attention_mask`"
-WITHOUT_LOSS = "your `training_step` computes it without `compute_loss`"
+NOT_COMPARED = (
+    "The loss of {} is not compared: its batches lack `input_ids` and `attention_mask`. If it reads padding, mask it."
+)
+STEP_NOT_COMPARED = (
+    "The loss of {} is not compared: its `training_step` calls no `compute_loss`. If it reads padding, mask it."
+)
 
 
 class Parity(Part):
@@ -174,7 +177,8 @@ class Parity(Part):
         else:
             for handle in self.trainer.padding.handles:
                 handle.accept_hooks()  # the comparison after these forwards checks them
-            self._tell_not_compared(step.mode, NO_IDS)
+            said = self.trainer.padding.loss_parity[step.mode] = NOT_COMPARED.format(type(self.trainer).__name__)
+            self._tell(said)
             with self._model_compared_on_first_call(step.mode, step.model):
                 yield
 
@@ -216,7 +220,8 @@ class Parity(Part):
             yield
         self._has_run_user_step = True
         if mode == "train" and self._schedules[mode].is_active and mode not in self._first_steps:
-            self._tell_not_compared(mode, WITHOUT_LOSS)
+            said = self.trainer.padding.loss_parity[mode] = STEP_NOT_COMPARED.format(type(self.trainer).__name__)
+            self._tell(said, logger.warning)
 
     @contextlib.contextmanager
     def _model_compared_on_first_call(self, mode: str, model: torch.nn.Module) -> Iterator[None]:
@@ -255,10 +260,6 @@ class Parity(Part):
         """Tell a text once, on one process of each machine."""
         if self.trainer.accelerator.is_local_main_process:
             self.trainer.padding.handles[0].say_once(text, tell=tell)
-
-    def _tell_not_compared(self, mode: str, reason: str) -> None:
-        said = self.trainer.padding.loss_parity[mode] = NOT_COMPARED.format(type(self.trainer).__name__, reason)
-        self._tell(said, say if reason == NO_IDS else logger.warning)
 
     # -- the trainer's step
 

@@ -182,7 +182,12 @@ class Padding:
         return is_taken or self.pretrained != before
 
     def restore(self) -> None:
-        """Detach from the models, as `trainer.restore_padding()` does."""
+        """
+        Detach from the models and restore their state before the trainer was created.
+
+        Between trainings and evaluations of the trainer the models compute padded in other code, also without this
+        call, and other trainers may take them over. After this call, the trainer itself computes padded, too.
+        """
         self.is_restored = True
         self.undo.close()
         for part in self.parts:
