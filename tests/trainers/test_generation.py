@@ -192,6 +192,14 @@ def test_metrics_are_computed_from_padded_tokens_and_no_logits_are_kept(tmp_path
     assert inputs == [row["prompt"].strip() for row in rows]
 
 
+def test_metrics_by_batch_get_all_generated_tokens_at_once(tmp_path):
+    def compute_metrics(predicted, compute_result):
+        return {"rows": len(predicted.predictions)} if compute_result else {}
+
+    metrics = make("sft", tmp_path, compute_metrics=compute_metrics, batch_eval_metrics=True).evaluate()
+    assert metrics["eval_rows"] == 7
+
+
 def test_a_set_may_be_given_to_evaluate_and_to_predict(tmp_path):
     trainer = make("dpo", tmp_path)
     trainer.evaluate(build_rows("dpo", 5, seed=1), metric_key_prefix="other")

@@ -25,6 +25,7 @@ from torch.ao.quantization import FakeQuantize, MovingAverageMinMaxObserver
 from transformers import Qwen2ForCausalLM
 
 import trl_padfix
+from trl_padfix.core.context import context
 from trl_padfix.core.errors import UnpackableCallError
 from trl_padfix.core.parity.forwards import with_gradient
 from trl_padfix.trainers.batching.balancing_loss import record_router_logits
@@ -467,6 +468,23 @@ def test_calls_of_another_thread_are_not_part_of_a_comparison():
     with recording[0] as call, recording[1] as routed, step_parity.without_packing([handle], lambda *_: 1 / 0):
         beside()
     assert [call, routed] == [{}, []]
+
+
+@pytest.mark.parametrize("bf16", [True, False])
+def test_rounding_is_measured_once_or_in_half_precision_five_times(bf16, tmp_path, monkeypatch):
+    """RLOO's old log-probabilities are those of packed rows: its padded loss differs by rounding."""
+    attentions = []
+
+    def padded(self, batches, on_embeddings=None, at_padding=None):
+        if on_embeddings is not None and on_embeddings.func.__name__ == "_one_rounding_away":
+            attentions.append(context().attention)
+        return compute(self, batches, on_embeddings, at_padding)
+
+    compute = step_parity._Comparison._padded
+    monkeypatch.setattr(step_parity._Comparison, "_padded", padded)
+    monkeypatch.setattr(step_parity.Limits, "allow", lambda *_: False)
+    make(trl_padfix, "SFT", tmp_path, padding_free=True, bf16=bf16, max_steps=1).train()
+    assert attentions == ([None, "eager", None, None, None] if bf16 else [None])
 
 
 @pytest.mark.parametrize("alpha", [5, 5.0])

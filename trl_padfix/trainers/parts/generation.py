@@ -87,7 +87,8 @@ class Generation(Part):
         yield
         samples, predicted = self._generate_from(dataset, len(dataset))
         if trainer.compute_metrics is not None:
-            for name, value in denumpify_detensorize(trainer.compute_metrics(predicted)).items():
+            given = {"compute_result": True} if trainer.args.batch_eval_metrics else {}
+            for name, value in denumpify_detensorize(trainer.compute_metrics(predicted, **given)).items():
                 evaluation.output.metrics[f"{prefix}_{name.removeprefix(f'{prefix}_')}"] = value
         if trainer.is_world_process_zero():
             name = prefix.removeprefix("eval").strip("_").replace("/", "_")  # name of one of several datasets
