@@ -29,6 +29,7 @@ ATTENTION = (  # a flag of TRL's model configuration
 OPENING = """
 Our configurations add these fields to TRL's. The flag `--attn_implementation` belongs to
 TRL's `ModelConfig`. If your script parses no `ModelConfig`, set `args.attn_implementation` after parsing.
+*Only* refers to the stable trainers.
 
 ## Fields
 """
