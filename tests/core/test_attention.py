@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from itertools import pairwise, product
-from types import ModuleType
 
 import pytest
 import torch
@@ -162,15 +160,6 @@ def test_flash_attention_is_one_call_of_the_layouts_segments(flash_calls):
     assert call.segments == len(layout.queries.lengths)
     assert call.causal
     assert call.window_size[0] == 3
-
-
-def test_a_flash_attention_that_ignores_what_is_asked_is_refused(monkeypatch):
-    layout, _ = layout_of("mixed", sharing=False)
-    interface = ModuleType("flash_attn.flash_attn_interface")
-    interface.flash_attn_gpu = ModuleType("flash_attn.flash_attn_triton_amd.interface_fa")
-    monkeypatch.setitem(sys.modules, interface.__name__, interface)
-    with pytest.raises(PaddingRemovalError, match="ignores windows and softcaps"):
-        attend(attention_module("mistral", "flash_attention_2"), random_states(layout), layout)
 
 
 # -- waiting for the device

@@ -248,7 +248,7 @@ def test_the_precision_may_be_given():
     [
         ({"attention_mask": torch.ones(4, 3)}, r"mask has shape \(4, 3\) and the batch \(7, "),
         ({"prefix_sharing": "no"}, "`prefix_sharing` is True, False or 'auto', got 'no'"),
-        ({"dtype": "bfloat16"}, "`dtype` is a `torch.dtype`"),
+        ({"dtype": "bfloat16"}, "`dtype` must be a `dtype`, got `str`"),
     ],
 )
 def test_bad_arguments_are_refused(given, error):

@@ -89,10 +89,15 @@ def test_rows_of_a_loader_or_sampler_of_the_users_own_are_not_ordered_in_silence
         return
     with pytest.raises(ValueError, match=r"`get_train_dataloader` of Own returns another one\. Call `super"):
         trainer.train()
-    del type(trainer).get_train_dataloader
-    type(trainer)._get_train_sampler = lambda trainer, dataset=None: range(len(dataset))
+
+
+def test_a_sampler_of_the_users_own_is_refused_when_the_trainer_is_made(tmp_path):
+    class Own(trl_padfix.DPOTrainer):
+        def _get_train_sampler(self, *args):
+            return range(len(self.train_dataset))
+
     with pytest.raises(ValueError, match=r"`group_by_prefix=True` and `Own\._get_train_sampler` both order"):
-        trainer.train()
+        grouped("DPO", tmp_path, trainer_class=Own)
 
 
 EXPERTS = {"model": lambda: models.build("qwen3_moe"), "ref_model": lambda: models.build("qwen3_moe", seed=1)}

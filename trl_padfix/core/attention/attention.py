@@ -16,7 +16,6 @@ No mask is larger than one block of queries of one segment.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -227,11 +226,6 @@ def _attend(
         return torch_varlen(by_token(query), key, value, segments, scale, window).unsqueeze(0)
     key, value = gather_keys(layout, key, value)
     if is_varlen:
-        if _is_triton_backend():
-            raise PaddingRemovalError(
-                "flash-attn's Triton backend for AMD GPUs ignores windows and softcaps, and computes wrong gradients "
-                "for some memory layouts. Load the model with `attn_implementation='sdpa'`."
-            )
         return attend(module, query, key, value, None, **segment_arguments(layout), **kwargs)[0]
     options = {"is_eager": is_eager, "masks": masks, "fixed_order": call.fixed_order}
     return attend_by_segment(attend, module, query, key, value, layout, kwargs, **options)
@@ -306,13 +300,6 @@ class ViewPatch(ForwardPatch):
 
 
 logger = logging.get_logger(__name__)
-
-
-def _is_triton_backend() -> bool:
-    """Whether flash-attn runs on its Triton backend for AMD GPUs."""
-    interface = sys.modules.get("flash_attn.flash_attn_interface")
-    backend = getattr(interface, "flash_attn_gpu", None)
-    return backend is not None and backend.__name__.endswith(".interface_fa")
 
 
 def torch_varlen(

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..anatomy import differentiates_in_parts, reset_gather_order, reshard_parameters
 from ..context import context, of_this_thread, temporarily_set, within
-from ..errors import UnpackableCallError
+from ..errors import UnpackableCallError, require
 from ..handle import PaddingRemoval, PaddingStats, PrefixSharing
 from ..probes import saved_modules
 from ..remove import remove_padding
@@ -97,8 +97,7 @@ def check_parity(
         raise TypeError(
             "The parity check takes a batch with `input_ids`, as of `tokenizer(..., return_tensors='pt')`."
         )
-    if not isinstance(dtype, torch.dtype | None):
-        raise TypeError(f"`dtype` is a `torch.dtype`, such as `torch.bfloat16`, got {dtype!r}.")
+    require(torch.dtype, dtype=dtype or torch.float32)
     if isinstance(model, DistributedDataParallel):  # each of its forwards waits for other processes
         model = model.module
     handle = PaddingRemoval.of(model)

@@ -134,6 +134,8 @@ class RowOrder(Part):
                 "`group_by_prefix=True` compares the tokens of all rows before the first step, and a dataset with "
                 "images is tokenized batch by batch. Leave it out."
             )
+        if name := custom_method(self.trainer, {"_get_train_sampler"}):
+            raise ValueError(f"`group_by_prefix=True` and `{name}` both order the rows. Leave out one of the two.")
         if not self.trainer.padding.task.sequences:
             raise NotImplementedError(
                 f"`group_by_prefix` needs the token counts of the rows of {type(self.trainer).__name__}. Leave it out."
@@ -143,8 +145,6 @@ class RowOrder(Part):
         """A data loader for training, as accelerate has prepared it, whose sampler is permuted."""
         self.has_loader = True
         trainer, is_grouped = self.trainer, bool(self.settings.group_by_prefix)
-        if is_grouped and (name := custom_method(trainer, {"_get_train_sampler"})):
-            raise ValueError(f"`group_by_prefix=True` and `{name}` both order the rows. Leave out one of the two.")
         dataset, batches = trainer.train_dataset, self._batches()
         if not isinstance(dataset, Dataset) or not (is_grouped or self._balances(dataset, batches)):
             return loader

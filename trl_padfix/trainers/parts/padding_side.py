@@ -8,6 +8,7 @@ from accelerate.logging import get_logger
 
 from ...core.anatomy import outermost_pretrained, peft_configs_in
 from ...core.remove import number_padded_rows
+from ..checks.user_code import custom_loss_name
 from ..data.chat_templates import tokenizer_of
 from ..data.collators import SidedCollator
 from .part import Part
@@ -81,6 +82,11 @@ class PaddingSide(Part):
                 "and padding before a row may change them. `padding_side='left'` still pads left."
             )
             return "right"
+        if not asked and (name := custom_loss_name(self.trainer)):
+            logger.warning_once(
+                f"Rows are padded left, as the tokenizer pads. TRL pads them right: if `{name}` expects that, set "
+                "`padding_side='right'`, or `tokenizer.padding_side`."
+            )
         return side
 
     def restore(self) -> None:

@@ -46,7 +46,10 @@ READS_PADDING = (
     "which are zero without it. Mask by `attention_mask` what your loss reads; with left padding that includes the "
     "label of a row's first token"
 )
-STATISTICS = "a loss that depends on padding: a module takes statistics of the batch in training. Replace the module"
+STATISTICS = (
+    "a loss that depends on padding, which changes scores of real tokens: your loss calls the model without "
+    "`attention_mask`, or a module takes statistics of the batch in training. Pass the mask, or replace the module"
+)
 MIXES_ROWS = (
     "a loss that changes without padding: it or the model mixes rows, or it reads what layers keep. Leave out "
     "`max_tokens_per_batch` (some rows at a time) and `prefix_sharing` (shared tokens once)"
@@ -78,14 +81,17 @@ class Parity(Part):
         self._has_run_user_step = False
         self._first_steps: dict[str, int] = {}  # of each mode
         self._is_cut_off = False
-        self._begin_steps()
+        self._schedules: dict[str, ParitySchedule] = {}
+        self._begin_steps("train", "eval")
 
-    def _begin_steps(self) -> None:
-        """Compare the trainer's steps and metrics on the batches that follow."""
-        self.trainer.padding.loss_parity.clear()
-        self.trainer.padding.why_padded = self.trainer.padding.why_eval_padded = self._why_loss_padded = None
-        trainer = weakref.proxy(self.trainer)
-        self._schedules = {m: ParitySchedule(trainer, self.settings.parity_check) for m in ("train", "eval")}
+    def _begin_steps(self, *modes: str) -> None:
+        """Compare the trainer's steps of these modes, and the metrics, on the batches that follow."""
+        padding, trainer = self.trainer.padding, weakref.proxy(self.trainer)
+        for mode in modes:
+            padding.loss_parity.pop(mode, None)
+            self._schedules[mode] = ParitySchedule(trainer, self.settings.parity_check)
+        padding.why_padded = None if "train" in modes else padding.why_padded
+        padding.why_eval_padded = self._why_loss_padded = None
         self._metrics = MetricsParity(self.settings.parity_check)
 
     @contextlib.contextmanager
@@ -95,7 +101,7 @@ class Parity(Part):
         own_metrics = trainer.compute_metrics or custom_method(trainer, {"prediction_step"})
         is_due = custom_loss_name(trainer) or own_metrics or padding.why_padded or padding.why_eval_padded
         if is_due and (is_training or not trainer.is_in_train):
-            self._begin_steps()
+            self._begin_steps(*(("train", "eval") if is_training else ("eval",)))
         yield
 
     @contextlib.contextmanager
@@ -144,10 +150,9 @@ class Parity(Part):
             # Steps run padded, and count that. A method of the user may call the model outside of a step.
             around = self.around_user_step(model, "eval") if own else contextlib.nullcontext()
             own_padded = entered(handle.padded(reason) for handle in padding.handles if reason and own)
-            why_padded = padding.why_padded or (None if own else reason)
-            with temporarily_set(padding, why_padded=why_padded), own_padded, around:
+            with temporarily_set(padding, why_padded=None if own else reason), own_padded, around:
                 result = predict(model, inputs, loss_only, *args, **kwargs)
-                if padding.why_padded != why_padded:  # this step was compared
+                if padding.why_padded and not reason:  # this step was compared
                     padding.why_eval_padded = self._why_loss_padded = padding.why_padded
             return result
 
