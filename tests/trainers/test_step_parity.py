@@ -18,7 +18,16 @@ from kit.methods import make_trainer
 from kit.process_errors import PLACES
 from kit.processes import launched
 from kit.rows import build_rows
-from kit.trainer_runs import assert_other, assert_same, build_model, figures, lora, our_warnings, to_the_bit
+from kit.trainer_runs import (
+    assert_other,
+    assert_same,
+    build_model,
+    build_tokenizer,
+    figures,
+    lora,
+    our_warnings,
+    to_the_bit,
+)
 from peft import PromptTuningConfig, TaskType
 from torch import nn
 from torch.ao.quantization import FakeQuantize, MovingAverageMinMaxObserver
@@ -207,6 +216,40 @@ def test_a_loss_that_was_not_compared_is_named_with_the_cause(kind, given, said,
     trainer.train()
     assert trainer.padding.loss_parity["train"].startswith(said)
     assert any("was not compared" in line for line in our_warnings(caplog)) is ("packing" not in given)
+
+
+def test_the_verdict_of_a_training_outlives_an_evaluation(tmp_path):
+    model, given = build_model(), {"max_steps": 1, "padding_free": True, "eval_dataset": build_rows(8, seed=1)}
+    kind = reading_padding(trl_padfix.SFTTrainer, model)
+    trainer = make(trl_padfix, "SFT", tmp_path, trainer_class=kind, model=model, **given)
+    trainer.train()
+    reason = trainer.padding.why_padded
+    trainer.evaluate()
+    assert trainer.padding.why_padded == reason
+    assert CAUSES[0] in reason
+    assert CAUSES[0] in trainer.padding.why_eval_padded
+    assert trainer.padding.stats.forwards == 0
+
+
+def test_under_left_padding_a_loss_that_passes_no_mask_is_told_so(tmp_path, caplog):
+    def losses(library, **fields):
+        class WithoutMask(library.SFTTrainer):
+            def compute_loss(self, model, inputs, *args, **kwargs):
+                logits = model(inputs["input_ids"]).logits[:, :-1].flatten(0, 1)
+                return nn.functional.cross_entropy(logits, inputs["labels"][:, 1:].flatten())
+
+        tokenizer = build_tokenizer(padding_side="left")
+        trainer = make(library, "SFT", tmp_path, trainer_class=WithoutMask, processing_class=tokenizer, **fields)
+        return [log["loss"] for log in trained(trainer)], trainer
+
+    ours, trainer = losses(trl_padfix, padding_free=True)
+    assert "calls the model without `attention_mask`" in trainer.padding.why_padded
+    assert any("Rows are padded left" in line for line in our_warnings(caplog))
+    caplog.clear()
+    right, _ = losses(trl_padfix, padding_free=True, padding_side="right")
+    assert right == pytest.approx(losses(trl)[0], rel=1e-4)
+    assert right != pytest.approx(ours, rel=1e-4)
+    assert not any("Rows are padded left" in line for line in our_warnings(caplog))
 
 
 def test_a_loss_is_compared_in_each_training(tmp_path, monkeypatch):
