@@ -7,6 +7,7 @@ import sys
 from contextlib import suppress
 from difflib import get_close_matches
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -94,9 +95,9 @@ def _of_trl(name: str) -> Any:
     if name.startswith("_") or find_spec(f"{__name__}.{name}") or not find_spec("trl"):
         raise missing
     trl = importlib.import_module("trl")
-    module = name.removesuffix("Trainer").removesuffix("Config").lower()
     is_class = name.endswith(("Trainer", "Config")) and name not in trl.__all__
-    if is_class and find_spec("trl.experimental") and find_spec(f"trl.experimental.{module}"):
+    modules = {path.name.replace("_", ""): path.name for path in Path(trl.__path__[0]).glob("experimental/*")}
+    if is_class and (module := modules.get(name.removesuffix("Trainer").removesuffix("Config").lower())):
         raise ImportError(f"`{name}` is experimental in TRL: `from trl_padfix.experimental.{module} import {name}`.")
     if is_class:
         close = get_close_matches(name, [*_HOME, *trl.__all__], n=1, cutoff=0.92)

@@ -56,6 +56,11 @@ NOT_COVERED = (
     "`callback.attach(trainer)` before training."
 )
 
+SCORES_PADDING = (
+    "a loss that depends on padding: the model predicts a label from padding (set `tokenizer.padding_side='right'`), "
+    "or pools a token at padding (set its `config.pad_token_id` to the tokenizer's)"
+)
+
 PACKS = "packs rows before the model is called, so there is no padding to remove and no prefix to share."
 """What a setting of another stack does that is refused beside the callback."""
 
@@ -244,7 +249,7 @@ class PaddingRemovalCallback(TrainerCallback):
             )
         is_checked = self.parity_check and not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled)
         schedules = {grad: ParitySchedule(trainer, is_checked, needs_padding=True) for grad in (True, False)}
-        self.handles, self.reports, self._run = [], [], _Run(trainer, schedules, MetricsParity(is_checked))
+        self.handles, self.reports, self._run = [], [], _Run(trainer, schedules, MetricsParity(trainer, is_checked))
         self._attach_to(models, self._run)
         if self.parity_check:
             recorded = first_call(trainer.model, self.handles[0])
@@ -318,7 +323,8 @@ class PaddingRemovalCallback(TrainerCallback):
             limit = Limits.of_step(lowest_dtype(trainer.model)).mean * max(abs(loss), 1.0)
             verdict = schedule.verdict(not abs(loss - other) > limit, loss == 0 or not padded)
             if verdict is False:
-                run.why_padded = f"{READS_PADDING}. Or a module takes statistics of the batch in training"
+                cause = READS_PADDING if custom_loss_name(trainer) else SCORES_PADDING
+                run.why_padded = f"{cause}. Or a module takes statistics of the batch in training"
             elif verdict and trainer.accelerator.is_local_main_process:
                 say(f"parity ok, the trainer's own loss: padded {loss:.6g}, with other values at padding {other:.6g}")
 

@@ -52,8 +52,7 @@ def trainer_of(columns: Iterable[str]) -> str:
             return trainer
     taken = "dpo: chosen, rejected; kto: completion, label, prompt; sft: completion, prompt or messages or text"
     raise ValueError(
-        f"The data has the columns {', '.join(columns)}. This command counts {taken}. Prompts alone (GRPO, RLOO, "
-        "distillation) show no completions to count."
+        f"The data has the columns {', '.join(columns)}. This command counts {taken}, not GRPO's prompts."
     )
 
 

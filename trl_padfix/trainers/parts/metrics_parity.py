@@ -40,9 +40,9 @@ class MetricsParity:
         why_padded (`str`, *optional*): Why evaluations are computed padded: a metric reads padding.
     """
 
-    def __init__(self, is_checked: bool):
+    def __init__(self, trainer: Any, is_checked: bool):
         self.why_padded: str | None = None
-        self._is_checked, self._functions = is_checked, list[Any]()
+        self._schedule = ParitySchedule(trainer, is_checked, needs_padding=True)
 
     def compare(
         self, trainer: Any, handles: list[PaddingRemoval], predict: Any, loss_only: bool | None,
@@ -53,10 +53,6 @@ class MetricsParity:
 
         `predict` is the `prediction_step` of the trainer, and `padded` gives the padded batches of the models.
         """
-        functions = [predict, trainer.compute_metrics, trainer.preprocess_logits_for_metrics]
-        if functions != self._functions:
-            self._functions, self.why_padded = functions, None
-            self._schedule = ParitySchedule(trainer, self._is_checked, needs_padding=True)
         own = custom_method(trainer, {"prediction_step"})
         has_metrics = own is not None or (trainer.compute_metrics is not None and not loss_only)
         is_active = has_metrics and self._schedule.is_active and not is_sharded(trainer)

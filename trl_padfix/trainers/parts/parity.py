@@ -92,7 +92,7 @@ class Parity(Part):
             self._schedules[mode] = ParitySchedule(trainer, self.settings.parity_check)
         padding.why_padded = None if "train" in modes else padding.why_padded
         padding.why_eval_padded = self._why_loss_padded = None
-        self._metrics = MetricsParity(self.settings.parity_check)
+        self._metrics = MetricsParity(trainer, self.settings.parity_check)
 
     @contextlib.contextmanager
     def around_dataloader(self, dataset: Any, is_training: bool) -> Iterator[None]:
@@ -183,7 +183,7 @@ class Parity(Part):
             for handle in self.trainer.padding.handles:
                 handle.accept_hooks()  # the comparison after these forwards checks them
             said = self.trainer.padding.loss_parity[step.mode] = NOT_COMPARED.format(type(self.trainer).__name__)
-            self._tell(said)
+            self._tell(said, logger.warning if custom_loss_name(self.trainer) else say)
             with self._model_compared_on_first_call(step.mode, step.model):
                 yield
 
