@@ -61,6 +61,8 @@ SCORES_PADDING = (
     "or pools a token at padding (set its `config.pad_token_id` to the tokenizer's)"
 )
 
+OR_STATISTICS = ". Or a module takes statistics of the batch in training"
+
 PACKS = "packs rows before the model is called, so there is no padding to remove and no prefix to share."
 """What a setting of another stack does that is refused beside the callback."""
 
@@ -323,8 +325,7 @@ class PaddingRemovalCallback(TrainerCallback):
             limit = Limits.of_step(lowest_dtype(trainer.model)).mean * max(abs(loss), 1.0)
             verdict = schedule.verdict(not abs(loss - other) > limit, loss == 0 or not padded)
             if verdict is False:
-                cause = READS_PADDING if custom_loss_name(trainer) else SCORES_PADDING
-                run.why_padded = f"{cause}. Or a module takes statistics of the batch in training"
+                run.why_padded = (READS_PADDING if custom_loss_name(trainer) else SCORES_PADDING) + OR_STATISTICS
             elif verdict and trainer.accelerator.is_local_main_process:
                 say(f"parity ok, the trainer's own loss: padded {loss:.6g}, with other values at padding {other:.6g}")
 

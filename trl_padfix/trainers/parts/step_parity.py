@@ -462,8 +462,7 @@ def _fill_padding(at_padding: Filling, module: nn.Module, args: Any, kwargs: dic
         return output
 
     def filled(x: torch.Tensor) -> torch.Tensor:  # states and logits
-        is_of_tokens = x.dim() == 3 and x.shape[:2] == mask.shape
-        return torch.where(mask[..., None] == 0, at_padding(x), x) if is_of_tokens else x
+        return torch.where(mask[..., None] == 0, at_padding(x), x) if x.shape[:-1] == mask.shape else x
 
     return tree_map_only(torch.Tensor, filled, output)
 
