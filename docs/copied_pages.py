@@ -13,6 +13,8 @@ import re
 import shutil
 from pathlib import Path
 
+from trl_padfix import _HOME
+
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parent
@@ -27,6 +29,16 @@ ELSEWHERE = {
 """Pages of the site, and the files with their text."""
 SCRIPTS = ("copied_pages.py", "griffe_docstrings.py", "make_pages.py", "make_pictures.py")
 """Files of `docs/` that make the site and are not on it."""
+MEMBERS = {
+    "PaddingRemoval": ("of", "disabled", "remove"),
+    "PaddingStats": ("pad_fraction", "shared_fraction", "reset"),
+    "Layout": ("padded_tokens", "real_tokens", "packed_tokens", "dense_mask", "to"),
+    "ParityReport": ("ok", "raise_if_failed"),
+    "Padding": ("handle", "stats", "restore"),
+    "PaddingRemovalCallback": ("attach", "remove", "stats"),
+    "RecordedRollouts": ("rewards",),
+}
+"""The members of public classes whose docstrings are on the API page of the site."""
 
 
 def write(folder: Path = ROOT / "build/pages") -> None:
@@ -36,6 +48,21 @@ def write(folder: Path = ROOT / "build/pages") -> None:
     sources = {str(page.relative_to(FOLDER)): page for page in FOLDER.rglob("*.md")}
     for page, source in (sources | {page: ROOT / source for page, source in ELSEWHERE.items()}).items():
         (folder / page).write_text(with_links_of_the_site(source.read_text(), source, page))
+    api = folder / "api.md"
+    api.write_text(with_docstrings(api.read_text()))
+
+
+def with_docstrings(text: str) -> str:
+    """The API page with the docstrings of the names of each section at its end, as mkdocstrings reads it."""
+    homes, sections = _HOME | {"Padding": "trainers.parts.part"}, []
+    for section in text.split("\n## "):
+        for name in re.findall(r"(?<=[`\n])\w+(?=[`(])", section):
+            if module := homes.pop(name, None):  # the first section that names it
+                section += f"\n::: trl_padfix.{module}.{name}\n"
+                if members := MEMBERS.get(name):
+                    section += f"    options: {{inherited_members: true, members: {[*members]}}}\n"
+        sections.append(section)
+    return "\n## ".join(sections)
 
 
 def with_links_of_the_site(text: str, source: Path, page: str) -> str:

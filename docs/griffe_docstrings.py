@@ -15,7 +15,8 @@ from typing import Any
 import griffe
 
 
-LISTED = re.findall(r"^::: (\S+)\.(\w+)$", (Path(__file__).parent / "api.md").read_text(), re.MULTILINE)
+PAGES = Path(__file__).parents[1] / "build/pages"  # by `copied_pages.py`
+LISTED = re.findall(r"^::: (\S+)\.(\w+)$", (PAGES / "api.md").read_text(), re.MULTILINE)
 PAGE = {name: f"{module}.{name}" for module, name in LISTED}
 
 
