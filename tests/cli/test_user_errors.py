@@ -130,6 +130,7 @@ EARLY = [
     (["dpo", *MODEL, "--dataset_name", "C:\\data"], "'C:\\\\data' here (/"),
     (["grpo", *PROMPTS, "--reward_funcs", "accuracy_reward"], "no column 'solution'; it has ['prompt']. The accuracy"),
     (["dpo", *RUN, "--bf16=1", "--use_cpu=0"], "2.9.0+cpu has no GPU: for bf16 (the default) set `--use_cpu true`"),
+    (["dpo", *RUN, "--eval_on_start"], "--eval_on_start: it needs `eval_strategy: steps` or `epoch`."),
     (["dpo", *RUN, "--load_best_model_at_end"], "`save_strategy` (steps) and `eval_strategy` (no) must be the same"),
     (["dpo", *RUN, "--f_divergence_type", "js"], "invalid choice: 'js' (choose from 'alpha_divergence', 'forward_kl"),
     (["sft", *TEXTS, "--padding_free", "--group_by_prefix"], "--group_by_prefix: it needs `prefix_sharing: true`."),

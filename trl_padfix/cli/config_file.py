@@ -164,6 +164,8 @@ def check_given(method: str, given: Given) -> str | bool | None:
     if "load_best_model_at_end" in on and saves not in ("best", evaluates):
         problem = f"`save_strategy` ({saves}) and `eval_strategy` ({evaluates}) must be the same"
         raise ValueError(f"{places['load_best_model_at_end']}: {problem}, or `save_strategy: best`.")
+    if "eval_on_start" in on and evaluates == "no":
+        raise ValueError(f"{places['eval_on_start']}: it needs `eval_strategy: steps` or `epoch`.")
     budget, longest = (int(values.get(name) or 0) for name in ("max_tokens_per_batch", "max_completion_length"))
     if 0 < budget < longest and not is_off():
         raise ValueError(f"{places['max_tokens_per_batch']}: it must be at least `max_completion_length` ({longest}).")

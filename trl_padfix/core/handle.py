@@ -249,8 +249,10 @@ class PaddingRemoval(Attachment):
         return re.sub(r"\bhandle(?=\.\w)", self.name, message)
 
     @contextmanager
-    def padded(self, reason: str) -> Iterator[None]:
+    def padded(self, reason: str, is_told: bool = True) -> Iterator[None]:
         """Run the forwards of a block padded, counted as one; `reason` completes "The forward has ..." in a log."""
+        if not is_told:
+            self._reported.add(reason)
         self.run_padded(UnpackableCallError(reason, f"The forward has {reason}."))
         with self.disabled():
             yield

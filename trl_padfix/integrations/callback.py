@@ -38,7 +38,7 @@ from ..trainers.metrics.token_counts import TokenCounter, report_of
 from ..trainers.parts.metrics_parity import MetricsParity
 from ..trainers.parts.parity import NOT_COMPARED, READS_PADDING, STEP_NOT_COMPARED, compare, first_call, print_reports
 from ..trainers.parts.parity_schedule import ParitySchedule
-from ..trainers.parts.part import Padding, entered
+from ..trainers.parts.part import Padding, all_padded
 from ..trainers.parts.saved_state import saved_state
 from ..trainers.parts.step_parity import has_padding, other_outputs, other_padding, without_packing
 
@@ -291,8 +291,7 @@ class PaddingRemovalCallback(TrainerCallback):
             with batch_cache():
                 if run.schedules[torch.is_grad_enabled()].is_active and not run.why_padded:
                     self._check_loss(run, inputs, lambda batch: compute(model, batch, *args, **kwargs))
-                reason = run.why_padded or why_padded(trainer, self.handles[0], inputs)
-                with entered(handle.padded(reason) for handle in self.handles if reason):
+                with all_padded(self.handles, run.why_padded or why_padded(trainer, self.handles[0], inputs)):
                     return compute(model, inputs, *args, **kwargs)
 
         @wraps(predict)
@@ -304,8 +303,7 @@ class PaddingRemovalCallback(TrainerCallback):
 
             with temporarily_set(trainer, compute_loss=compute):
                 run.metrics.compare(trainer, self.handles, predict, prediction_loss_only, padded=rows, rows=rows)
-            reason = run.metrics.why_padded
-            with entered(handle.padded(reason) for handle in self.handles if reason):
+            with all_padded(self.handles, run.metrics.why_padded):
                 return predict(model, inputs, prediction_loss_only, *args, **kwargs)
 
         run.compute_loss = compute_loss

@@ -52,7 +52,7 @@ from .parts.generation import Generation
 from .parts.packing import RemovePadding
 from .parts.padding_side import PaddingSide
 from .parts.parity import Parity
-from .parts.part import Evaluation, Padding, Part, Step, entered
+from .parts.part import Evaluation, Padding, Part, Step, all_padded, entered
 from .resume import checkpoint_to_resume
 from .settings import COMPUTED, PackingConfig, Settings, trls_configuration, values_off
 from .task import Task
@@ -269,7 +269,7 @@ class PaddingFreeMixin:
     def around_user_step(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
         """A block around a user's `training_step`, which may call no `compute_loss`."""
         if reason := self.padding.task.why_padded({}):  # the step may compute its own loss
-            return entered(handle.padded(reason) for handle in self.padding.handles)
+            return all_padded(self.padding.handles, reason)
         return entered(part.around_user_step(model) for part in self.padding.in_steps)
 
     # -- steps
@@ -310,8 +310,7 @@ class PaddingFreeMixin:
             # Not only for models that get labels: a loss may also use logits and completion masks.
             step.why_padded = padding.task.why_padded(inputs)
             # Within the parts: the parity check may add a reason, and others count padded calls.
-            padded = (handle.padded(step.why_padded) for handle in handles if step.why_padded)
-            with entered(block(step) for block in around), entered(padded):
+            with entered(block(step) for block in around), all_padded(handles, step.why_padded):
                 yield step
 
     @hook

@@ -30,7 +30,7 @@ from ..distributed import is_sharded, models_of, named_models_of, on_any_process
 from ..messages import say
 from .metrics_parity import MetricsParity
 from .parity_schedule import ParitySchedule
-from .part import Evaluation, PaddingFreeTrainer, Part, Step, entered
+from .part import Evaluation, PaddingFreeTrainer, Part, Step, all_padded
 from .step_parity import BOTH, NO_PADDING, REFILLED, ZEROED, StepReport, check_step, few_items, is_told, precision_in
 
 
@@ -149,7 +149,7 @@ class Parity(Part):
             reason = padding.why_eval_padded = self._why_loss_padded or self._metrics.why_padded
             # Steps run padded, and count that. A method of the user may call the model outside of a step.
             around = self.around_user_step(model, "eval") if own else contextlib.nullcontext()
-            own_padded = entered(handle.padded(reason) for handle in padding.handles if reason and own)
+            own_padded = all_padded(padding.handles, reason if own else None)
             with temporarily_set(padding, why_padded=None if own else reason), own_padded, around:
                 result = predict(model, inputs, loss_only, *args, **kwargs)
                 if padding.why_padded and not reason:  # this step was compared

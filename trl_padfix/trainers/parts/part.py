@@ -27,7 +27,7 @@ from ..settings import Settings
 from ..task import OfTrainer, Task
 
 
-__all__ = ["Evaluation", "Padding", "PaddingFreeTrainer", "Part", "Step", "entered"]
+__all__ = ["Evaluation", "Padding", "PaddingFreeTrainer", "Part", "Step", "all_padded", "entered"]
 
 
 @dataclass
@@ -273,3 +273,8 @@ def entered(contexts: Iterable[contextlib.AbstractContextManager[Any]]) -> Itera
         for context in contexts:
             stack.enter_context(context)
         yield
+
+
+def all_padded(handles: Iterable[PaddingRemoval], reason: str | None) -> contextlib.AbstractContextManager[None]:
+    """A block in which all models run padded for a `reason`, which is told once; without one it does nothing."""
+    return entered(handle.padded(reason, is_told=i == 0) for i, handle in enumerate(handles) if reason)
