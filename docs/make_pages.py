@@ -82,9 +82,9 @@ METRICS = """
 
 The fractions cover only packed forwards. In evaluation, each name begins with `eval_`.
 
-**Moved completions** (GRPO, RLOO, distillation): with accumulation and no token budget, `prefix_sharing` moves a
-prompt's completions into one micro-batch (if the loss sums over rows). Means over batches (`entropy`, `kl`,
-`clip_ratio`) then differ from TRL's.
+**GRPO, RLOO, distillation**: if you accumulate gradients without a token budget, `prefix_sharing` puts all
+completions of a prompt into one micro-batch (if the loss is a sum over rows). The step stays the same, but means over
+micro-batches (`entropy`, `kl`, `clip_ratio`) differ from TRL's.
 
 ## Flags and environment
 
