@@ -232,12 +232,6 @@ class PaddingRemoval(Attachment):
         """Whether a call of this thread that cannot be packed raises an error."""
         return self.strict or context().strict
 
-    def why_unpacked(self) -> str:
-        """Why no forward was packed so far, for a warning."""
-        if self.stats.padded_forwards:
-            return "its forwards ran padded, for the reasons given above"
-        return "the model was called with neither a two-dimensional attention mask nor rows that are packed already"
-
     def say_once(self, message: str, kind: str | None = None, tell: Callable[[str], None] = logger.warning) -> None:
         """Tell a message, unless this handle has told one of this `kind`; by default the message is its kind."""
         kind = message if kind is None else kind

@@ -34,7 +34,7 @@ from ..core.switch import is_off
 from ..trainers.checks.user_code import custom_loss_name, custom_method, why_padded
 from ..trainers.distributed import check_launch, models_of, splitting_parallelism
 from ..trainers.messages import say
-from ..trainers.metrics.token_counts import TokenCounter, report_of
+from ..trainers.metrics.token_counts import NO_MASK, TokenCounter, report_of
 from ..trainers.parts.metrics_parity import MetricsParity
 from ..trainers.parts.parity import NOT_COMPARED, READS_PADDING, STEP_NOT_COMPARED, compare, first_call, print_reports
 from ..trainers.parts.parity_schedule import ParitySchedule
@@ -428,8 +428,8 @@ class PaddingRemovalCallback(TrainerCallback):
     def _report_first_step(self, run: _Run, stats: PaddingStats) -> None:
         """Print how many tokens of the first step were computed, or warn that nothing was packed or compared."""
         if not stats.forwards:
-            why = self.handles[0].why_unpacked()
-            logger.warning(f"Nothing was packed in the first step, so no padding was removed: {why}.")
+            if not stats.padded_forwards:  # a warning gave the reason for these
+                logger.warning(f"Nothing was packed in the first step, so no padding was removed: {NO_MASK}.")
             return
         if run.trainer.accelerator.is_local_main_process:
             removed = f"{stats.packed_tokens} of {stats.padded_tokens} tokens were computed"

@@ -18,9 +18,12 @@ from ..messages import say
 from ..parts.part import Evaluation, PaddingFreeTrainer, Part, Step
 
 
-__all__ = ["TokenCounter", "TokenCounts", "report_of"]
+__all__ = ["NO_MASK", "TokenCounter", "TokenCounts", "report_of"]
 
 logger = get_logger(__name__)
+
+NO_MASK = "the model was called with neither a two-dimensional attention mask nor rows that are packed already"
+"""Why no forward was packed, if none had a reason to run padded."""
 
 ONE_ROW = (
     "Each forward has one row, and so no padding to remove. A larger forward is usually faster, and shares prefixes: "
@@ -117,10 +120,10 @@ class TokenCounts(Part):
         if self._warned or handle is None or handle in context().disabled or not self.settings.padding_free:
             return
         # A packed row of a single sequence has no padding and is not packed again.
-        is_unpacked = not handle.stats.forwards and (handle.stats.padded_forwards or not padding.task.packs_rows())
+        is_unpacked = not (handle.stats.forwards or handle.stats.padded_forwards or padding.task.packs_rows())
         if handle.is_detached or is_unpacked:
             self._warned = True
-            why = "padding removal was detached from the model" if handle.is_detached else handle.why_unpacked()
+            why = "padding removal was detached from the model" if handle.is_detached else NO_MASK
             logger.warning(f"Nothing was packed in step {step.number}: {why}. No savings are logged.")
 
     def _advise(self, step: Step, new: PaddingStats) -> None:
