@@ -317,7 +317,8 @@ def installed(session: nox.Session, what: str) -> None:
         shutil.copytree(ROOT / "recipes", "recipes", dirs_exist_ok=True)
         session.run("trl-padfix", "dpo", "--config", "recipes/dpo_tiny.yaml", "--max_steps", "2", env=offline)
     else:
-        session.run("trl-padfix", "--help", success_codes=[1], env=offline)
+        # Later versions of other packages ask for those of `cli`, too.
+        session.run("trl-padfix", "--help", success_codes=[0, 1], env=offline)
         script = str(ROOT / "tests/kit/first_training.py")
         pairs = str(ROOT / "recipes/data/preferences/train.jsonl")
         session.run("python", script, session.virtualenv.location, str(Path(folder) / "run"), pairs, env=offline)

@@ -25,11 +25,11 @@ from kit.trainer_runs import (
 )
 from packaging.version import Version
 from torch import nn
-from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding, Trainer
+from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding, Trainer, TrainerCallback
 from zoo import models
 
 import trl_padfix
-from trl_padfix import ParityError, dry_run, padding_free_trainer
+from trl_padfix import PaddingRemovalError, ParityError, padding_free_trainer
 from trl_padfix.trainers.base import PaddingFreeMixin
 from trl_padfix.trainers.task import Task
 
@@ -221,38 +221,66 @@ def test_a_subclass_of_trls_trainer_trains_as_a_subclass_of_ours(kind, makers, m
 
 
 class OwnStep:
-    """A step that never calls `compute_loss`."""
+    """A step whose loss reads padding, outside of `compute_loss`, which it may call, too."""
+
+    calls_loss = False
 
     def training_step(self, model, inputs, *args):
-        loss = model(**self._prepare_inputs(inputs))["loss"]
+        inputs = self._prepare_inputs(inputs)
+        outputs = model(**inputs)
+        loss = self.compute_loss(model, inputs) if self.calls_loss else outputs["loss"]
+        loss = loss + 0.01 * outputs["logits"].square().mean()
         self.accelerator.backward(loss)
         return loss.detach()
 
 
-def test_a_step_that_never_calls_compute_loss_is_compared_before_the_weights_change(tmp_path):
-    """On its first call of the model: a hook that goes by token passes, and one that goes by column is found."""
+@pytest.mark.parametrize("calls_loss", [False, True])
+@pytest.mark.parametrize("is_ours", [False, True], ids=["below", "above"])
+def test_what_a_step_computes_outside_of_compute_loss_runs_padded(is_ours, calls_loss, tmp_path, caplog):
+    """Nothing can compare it. `parity_check=False` packs it: the control."""
 
-    def make_with(change: Any) -> Any:
-        kind = padding_free_trainer(type("Own", (OwnStep, Trainer), {}))
-        trainer = make("transformers'", tmp_path, trainer_class=kind, max_steps=2)
-        trainer.model.model.layers[0].register_forward_pre_hook(lambda module, args: (change(args[0]), *args[1:]))
-        return trainer
-
-    trainer = make_with(lambda states: states * 1.1)
-    trainer.train()
-    (report,) = trainer.padding.parity["train"]
-    assert report.ok
-    assert trainer.padding.stats.packed_tokens > 0
-    assert "its `training_step` calls no `compute_loss`" in trainer.padding.loss_parity["train"]
-    checked = make_with(lambda states: states * 1.1)
-    assert dry_run(checked)
-    assert {*checked.padding.parity} == {*checked.padding.loss_parity} == {"train"}
-
-    trainer = make_with(lambda states: states * (1 + 0.02 * torch.arange(states.shape[-2]))[:, None])
-    weights = [p.detach().clone() for p in trainer.model.parameters()]
-    with pytest.raises(ParityError, match="parity FAILED"):
+    def steps(make_class=None, **given):
+        trainer_class = type("Own", (OwnStep, Trainer), {"calls_loss": calls_loss})
+        if make_class is not None and is_ours:
+            trainer_class = type("Own", (OwnStep, make_class(Trainer, **given)), {"calls_loss": calls_loss})
+        elif make_class is not None:
+            trainer_class = make_class(trainer_class, **given)
+        trainer = make("transformers'", tmp_path, trainer_class=trainer_class, max_steps=2)
         trainer.train()
-    assert all(torch.equal(p, q) for p, q in zip(trainer.model.parameters(), weights, strict=True))
+        return trainer, [log["grad_norm"] for log in trainer.state.log_history if "loss" in log]
+
+    (_, theirs), (trainer, ours) = steps(), steps(padding_free_trainer)
+    assert ours == pytest.approx(theirs, rel=1e-4)
+    assert (trainer.padding.stats.padded_forwards, trainer.padding.stats.forwards) == (2, 2 * calls_loss)
+    assert "calls the model outside of `compute_loss`" in caplog.text
+    assert steps(padding_free_trainer, parity_check=False)[1] != pytest.approx(theirs, rel=1e-4)
+    with pytest.raises(PaddingRemovalError, match="outside of `compute_loss`"):
+        steps(padding_free_trainer, strict=True)
+
+
+def test_a_callback_and_a_method_around_the_evaluation_see_padded_logits(tmp_path):
+    ids = torch.tensor([[5, 6, 7], [8, PAD, PAD]])
+
+    class Reads(TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            seen.append(model(ids, attention_mask=(ids != PAD).long()).logits[1, 2].detach())
+
+    class Evaluates(Trainer):
+        def evaluate(self, *args, **kwargs):
+            Reads().on_step_end(None, None, None, self.model)
+            return super().evaluate(*args, **kwargs)
+
+    def steps(trainer_class):
+        seen.clear()
+        trainer = make("transformers'", tmp_path, trainer_class=trainer_class, max_steps=2, eval_strategy="steps")
+        trainer.eval_dataset = trainer.train_dataset
+        trainer.add_callback(Reads())
+        trainer.train()
+        assert len(seen) > 2
+        return torch.stack(seen)
+
+    seen = []
+    assert_same(steps(padding_free_trainer(Evaluates)), steps(Evaluates), atol=1e-5)
 
 
 @pytest.mark.parametrize("labels", [None, list])

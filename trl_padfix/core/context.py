@@ -41,6 +41,7 @@ class Context:
     left_out: int = 0  # columns of the padded batch that its running part does not have
     own_checkpoint: bool = False  # whether the checkpoint around a forward is one of this package
     disabled: frozenset[object] = frozenset()  # attachments that are switched off
+    unchecked: Any = None  # handles whose calls run padded, as part of a loss that nothing compares, with the reason
     stats: Any = None  # token counts of forwards that are not the user's, in place of a handle's
     strict: bool = False  # whether a call that cannot be packed raises an error, as with a handle's `strict`
     attention: str | None = None  # attention of padded forwards, in place of the one in the config

@@ -36,7 +36,7 @@ from ..trainers.distributed import check_launch, models_of, splitting_parallelis
 from ..trainers.messages import say
 from ..trainers.metrics.token_counts import NO_MASK, TokenCounter, report_of
 from ..trainers.parts.metrics_parity import MetricsParity
-from ..trainers.parts.parity import NOT_COMPARED, READS_PADDING, STEP_NOT_COMPARED, compare, first_call, print_reports
+from ..trainers.parts.parity import NOT_COMPARED, READS_PADDING, compare, first_call, print_reports
 from ..trainers.parts.parity_schedule import ParitySchedule
 from ..trainers.parts.part import Padding, all_padded
 from ..trainers.parts.saved_state import saved_state
@@ -59,6 +59,10 @@ NOT_COVERED = (
 SCORES_PADDING = (
     "a loss that depends on padding: the model predicts a label from padding (set `tokenizer.padding_side='right'`), "
     "or pools a token at padding (set its `config.pad_token_id` to the tokenizer's)"
+)
+
+STEP_NOT_COMPARED = (
+    "The loss of {} is not compared: its `training_step` calls no `compute_loss`. If it reads padding, mask it."
 )
 
 OR_STATISTICS = ". Or a module takes statistics of the batch in training"

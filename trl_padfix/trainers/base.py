@@ -36,14 +36,14 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from ..core.anatomy import outermost_pretrained
 from ..core.call.batch_cache import batch_cache
-from ..core.context import temporarily_set
+from ..core.context import context, temporarily_set, within
 from ..core.model.inspection import package_of
 from ..core.remove import take_over
 from ..core.switch import OFF, is_off
 from .batching.row_order import RowOrder
 from .batching.token_budget import TokenBudget
 from .checks.arguments import check_arguments
-from .checks.user_code import observe_loss, observe_user_loss, observe_user_step
+from .checks.user_code import custom_step_name, observe_loss, observe_user_loss, observe_user_step
 from .distributed import models_of
 from .metrics.token_counts import TokenCounts
 from .parts.attention_choice import AttentionChoice
@@ -59,6 +59,11 @@ from .task import Task
 
 
 logger = get_logger(__name__)
+
+OWN_STEP = (
+    "Your `training_step` calls the model outside of `compute_loss`, where nothing compares the loss with its padded "
+    "value. Compute it in `compute_loss`; or mask padding in it, and set `parity_check=False`."
+)
 
 __all__ = ["PARTS", "PaddingFreeMixin", "arguments_by_name", "hook"]
 
@@ -266,18 +271,21 @@ class PaddingFreeMixin:
             with entered(part.around_dataloader(dataset, is_training) for part in self.padding.parts):
                 yield
 
-    def around_user_step(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
-        """A block around a user's `training_step`, which may call no `compute_loss`."""
-        if reason := self.padding.task.why_padded({}):  # the step may compute its own loss
-            return all_padded(self.padding.handles, reason)
-        return entered(part.around_user_step(model) for part in self.padding.in_steps)
+    @contextlib.contextmanager
+    def around_user_step(self) -> Iterator[None]:
+        """A block around a user's `training_step`. What it computes outside of `compute_loss` is not compared."""
+        handles, is_checked = self.padding.handles, self.padding.settings.parity_check
+        unchecked = within(unchecked=dict.fromkeys(handles, OWN_STEP) if is_checked else None)
+        with self.padding.in_use(), unchecked, all_padded(handles, self.padding.task.why_padded({})):
+            yield
 
     # -- steps
 
     @hook
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         around = entered(part.around_training_step() for part in self.padding.parts)
-        with self.padding.in_use(), around, observe_user_loss(self):
+        own = context().unchecked if custom_step_name(self) else None
+        with self.padding.in_use(), within(unchecked=own), around, observe_user_loss(self):
             return super().training_step(*args, **kwargs)
 
     @observe_loss
@@ -307,6 +315,7 @@ class PaddingFreeMixin:
             around = [part.around_step for part in padding.in_steps] if is_outer else []
             handles = [h for h in padding.handles if is_outer or h.enabled]  # a padded step counts once
             stack.enter_context(temporarily_set(padding, running=step))
+            stack.enter_context(within(unchecked=None))
             # Not only for models that get labels: a loss may also use logits and completion masks.
             step.why_padded = padding.task.why_padded(inputs)
             # Within the parts: the parity check may add a reason, and others count padded calls.
@@ -352,8 +361,7 @@ class PaddingFreeMixin:
     # -- checkpoints
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        with self.padding.in_use():
-            return super().train(checkpoint_to_resume(resume_from_checkpoint, self.args.output_dir), *args, **kwargs)
+        return super().train(checkpoint_to_resume(resume_from_checkpoint, self.args.output_dir), *args, **kwargs)
 
     def _save(self, *args: Any, **kwargs: Any) -> None:
         # `training_args.bin` is a pickle of the configuration: TRL's class loads without this package.

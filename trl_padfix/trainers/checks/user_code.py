@@ -169,7 +169,7 @@ def observe_user_loss(trainer: PaddingFreeTrainer) -> contextlib.AbstractContext
 
 
 def observe_user_step(
-    trainer: PaddingFreeTrainer, around: Callable[[torch.nn.Module], contextlib.AbstractContextManager[Any]]
+    trainer: PaddingFreeTrainer, around: Callable[[], contextlib.AbstractContextManager[Any]]
 ) -> None:
     """Run a user's `training_step`, which may compute its loss without `compute_loss`, in a block of `around`."""
     of_user = trainer.training_step
@@ -177,9 +177,9 @@ def observe_user_step(
         return
 
     @wraps(of_user)
-    def observed(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with around(model):
-            return of_user(model, *args, **kwargs)
+    def observed(*args: Any, **kwargs: Any) -> Any:
+        with around():
+            return of_user(*args, **kwargs)
 
     vars(observed)["is_observed"] = True
     set_until_closed(trainer.padding.undo, trainer, "training_step", observed)

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
 from ...core.call.batch_cache import batch_cache
+from ...core.context import within
 from ..base import PARTS, PaddingFreeMixin, hook
 from ..batching.row_order import RowOrder
 from ..checks.user_code import custom_batch_name
@@ -127,7 +128,7 @@ class OnlineTrainer(PaddingFreeMixin):
 
     @hook
     def _generate_and_score_completions(self, inputs: Any) -> Any:
-        with batch_cache():
+        with batch_cache(), within(unchecked=None):
             return super()._generate_and_score_completions(inputs)
 
     @hook

@@ -58,9 +58,6 @@ MIXES_ROWS = (
 NOT_COMPARED = (
     "The loss of {} is not compared: its batches lack `input_ids` and `attention_mask`. If it reads padding, mask it."
 )
-STEP_NOT_COMPARED = (
-    "The loss of {} is not compared: its `training_step` calls no `compute_loss`. If it reads padding, mask it."
-)
 
 
 class Parity(Part):
@@ -78,7 +75,6 @@ class Parity(Part):
 
     def attach_to_models(self) -> None:  # a model is compared on its own first batches
         self.trainer.padding.parity.clear()
-        self._has_run_user_step = False
         self._first_steps: dict[str, int] = {}  # of each mode
         self._is_cut_off = False
         self._schedules: dict[str, ParitySchedule] = {}
@@ -148,7 +144,9 @@ class Parity(Part):
                 self._metrics.compare(trainer, padding.handles, predict, loss_only, padded, rows)
             reason = padding.why_eval_padded = self._why_loss_padded or self._metrics.why_padded
             # Steps run padded, and count that. A method of the user may call the model outside of a step.
-            around = self.around_user_step(model, "eval") if own else contextlib.nullcontext()
+            # Processes that shard a model meet in each forward, and may not all have such a call.
+            is_due = own and self._is_model_due("eval") and not is_sharded(trainer)
+            around = self._model_compared_on_first_call("eval", model) if is_due else contextlib.nullcontext()
             own_padded = all_padded(padding.handles, reason if own else None)
             with temporarily_set(padding, why_padded=None if own else reason), own_padded, around:
                 result = predict(model, inputs, loss_only, *args, **kwargs)
@@ -167,7 +165,7 @@ class Parity(Part):
         if mode in padding.parity or not (padding.handles and self.settings.parity_check):
             return False
         # With hooks that are registered after the first step, calls run padded from then on.
-        return not ((padding.parity or self._has_run_user_step) and padding.handle.has_changed)
+        return not (padding.parity and padding.handle.has_changed)
 
     @contextlib.contextmanager
     def _model_compared(self, step: Step) -> Iterator[None]:
@@ -215,18 +213,6 @@ class Parity(Part):
         if failed is None:
             self._print_reports(step.mode)
         return failed
-
-    @contextlib.contextmanager
-    def around_user_step(self, model: torch.nn.Module, mode: str = "train") -> Iterator[None]:
-        """A block with a user's `training_step` (or `prediction_step`), compared on its first call of the model."""
-        # Processes that shard a model meet in each forward, and may not all have such a call.
-        is_due = self._is_model_due(mode) and not is_sharded(self.trainer)
-        with self._model_compared_on_first_call(mode, model) if is_due else contextlib.nullcontext():
-            yield
-        self._has_run_user_step = True
-        if mode == "train" and self._schedules[mode].is_active and mode not in self._first_steps:
-            said = self.trainer.padding.loss_parity[mode] = STEP_NOT_COMPARED.format(type(self.trainer).__name__)
-            self._tell(said, logger.warning)
 
     @contextlib.contextmanager
     def _model_compared_on_first_call(self, mode: str, model: torch.nn.Module) -> Iterator[None]:

@@ -125,7 +125,7 @@ class Padding:
         self.is_dry_run = False
         self.models: list[torch.nn.Module] = []
         self.pretrained: list[PreTrainedModel] = []
-        self.in_steps: tuple[Part, ...] = ()  # parts whose `around_step` and `around_user_step` are called
+        self.in_steps: tuple[Part, ...] = ()  # parts whose `around_step` is called
         self.running: Step | None = None
         self.why_padded: str | None = None  # set by the parity check of a step
         self.why_eval_padded: str | None = None  # set by its check of the metrics of an evaluation
@@ -245,10 +245,6 @@ class Part(OfTrainer):
 
     def around_step(self, step: Step) -> contextlib.AbstractContextManager[Any]:
         """A block around the forwards of a batch; it may change `step`, whose `result` is set when the block ends."""
-        return contextlib.nullcontext()
-
-    def around_user_step(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
-        """A block around a user's `training_step`."""
         return contextlib.nullcontext()
 
     def around_label_count(self) -> contextlib.AbstractContextManager[Any]:
