@@ -62,24 +62,20 @@ def test_only_what_this_machine_can_run_is_suggested(monkeypatch):
 
 
 def test_a_pair_that_is_not_tested_is_said_and_one_out_of_bounds_fails(monkeypatch):
-    monkeypatch.setattr(
-        "trl_padfix.versions.installed_version", lambda name: {"trl": "1.10.99", "transformers": "5.1.0"}.get(name)
-    )
+    name = "trl_padfix.versions.installed_version"
+    monkeypatch.setattr(name, {"trl": "1.10.99", "transformers": "5.1.0"}.get)
     result = doctor()
     assert result.exit_code == 0
     assert "are not a pair that is tested together; tested: 4.52.4 with 0.17.0" in words(result.output)
     # The oldest pair is for `remove_padding` alone, without the trainers.
-    monkeypatch.setattr(
-        "trl_padfix.versions.installed_version", lambda name: {"trl": "0.17.0", "transformers": "4.52.4"}.get(name)
-    )
+    monkeypatch.setattr(name, {"trl": "0.17.0", "transformers": "4.52.4"}.get)
     assert doctor().exit_code == 0
-    installed_version = {"transformers": "5.24.0"}.get
-    monkeypatch.setattr("trl_padfix.versions.installed_version", installed_version)
+    monkeypatch.setattr(name, {"transformers": "5.24.0"}.get)
     assert "stack no TRL: `remove_padding` and the callback run, no trainer" in words(doctor().output)
     data = Path(__file__).parents[2] / "recipes/data/preferences/train.jsonl"
     result = trl_padfix_command("stats", str(data), "--train-tokenizer", "300")
     assert "trl_padfix.tools.stats` needs trl <2,>=1.10, and none is installed" in result.output
-    monkeypatch.setattr("trl_padfix.versions.installed_version", lambda name: {"trl": "0.9.0"}.get(name))
+    monkeypatch.setattr(name, {"trl": "0.9.0"}.get)
     result = doctor()
     assert result.exit_code == 1
     assert result.output.startswith("NOT READY.")

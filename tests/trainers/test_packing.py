@@ -125,11 +125,19 @@ def test_a_trainer_takes_its_model_over_again(first, second, tmp_path, caplog):
     assert "Nothing was packed" not in " ".join(our_warnings(caplog))
 
 
+class SeesPadded(TrainerCallback):
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        assert not PaddingRemoval.of(model).enabled
+
+    on_train_begin = on_save = on_step_end
+
+
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("computes", ["train", "evaluate", "predict"])
 def test_between_trainings_and_evaluations_other_code_finds_the_model_padded(computes, fails, tmp_path):
     model, rows = build_model(), build_ids(8, begin=BEGIN)
-    ours = make_plain_trainer(tmp_path, PackedTrainer, model=model, eval_dataset=rows, train_dataset=rows)
+    given = {"eval_dataset": rows, "train_dataset": rows, "callbacks": [SeesPadded()]}
+    ours = make_plain_trainer(tmp_path, PackedTrainer, model=model, **given)
     plain, forwards = make_plain_trainer(tmp_path, Trainer, model=model, eval_dataset=rows), entered_tokens(model)
     arguments = [rows] if computes == "predict" else []
     if fails:

@@ -24,7 +24,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from ..core.anatomy import find_decoder, find_pretrained
 from ..core.call.batch_cache import batch_cache
-from ..core.context import set_until_closed, temporarily_set
+from ..core.context import set_until_closed, temporarily_set, within
 from ..core.errors import PaddingRemovalError, UnpackableCallError
 from ..core.handle import Lengths, PaddingRemoval, PaddingStats, PrefixSharing, check_multiple, check_prefix_sharing
 from ..core.parity.limits import Limits, lowest_dtype
@@ -36,7 +36,7 @@ from ..trainers.distributed import check_launch, models_of, splitting_parallelis
 from ..trainers.messages import say
 from ..trainers.metrics.token_counts import NO_MASK, TokenCounter, report_of
 from ..trainers.parts.metrics_parity import MetricsParity
-from ..trainers.parts.parity import NOT_COMPARED, READS_PADDING, compare, first_call, print_reports
+from ..trainers.parts.parity import NOT_COMPARED, OWN_STEP, READS_PADDING, compare, first_call, print_reports
 from ..trainers.parts.parity_schedule import ParitySchedule
 from ..trainers.parts.part import Padding, all_padded
 from ..trainers.parts.saved_state import saved_state
@@ -59,10 +59,6 @@ NOT_COVERED = (
 SCORES_PADDING = (
     "a loss that depends on padding: the model predicts a label from padding (set `tokenizer.padding_side='right'`), "
     "or pools a token at padding (set its `config.pad_token_id` to the tokenizer's)"
-)
-
-STEP_NOT_COMPARED = (
-    "The loss of {} is not compared: its `training_step` calls no `compute_loss`. If it reads padding, mask it."
 )
 
 OR_STATISTICS = ". Or a module takes statistics of the batch in training"
@@ -112,7 +108,6 @@ class _Run:
         metrics ([`MetricsParity`]): The check of the metrics of evaluations.
         phase (`str`): `ATTACHED` before the training, then `TRAINING`, and `STEPPED` after its first step.
         mode (`str`): `"eval"` within an evaluation, else `"train"`.
-        has_loss (`bool`): Whether `compute_loss` was called.
         why_padded (`str`): Why all steps are computed padded; empty if they are packed.
         first_call (`dict`, *optional*): Arguments of the first packed call; `None` if they are not to be compared.
         recording (`ExitStack`): Ends the recording of that call.
@@ -127,7 +122,6 @@ class _Run:
     metrics: MetricsParity
     phase: str = ATTACHED
     mode: str = "train"
-    has_loss: bool = False
     why_padded: str = ""
     first_call: dict[str, torch.Tensor] | None = None
     recording: ExitStack = field(default_factory=ExitStack)
@@ -291,8 +285,7 @@ class PaddingRemovalCallback(TrainerCallback):
 
         @wraps(compute)  # so that a user's function, which was set on the trainer, is still found
         def compute_loss(model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            run.has_loss = True
-            with batch_cache():
+            with batch_cache(), within(unchecked=None):
                 if run.schedules[torch.is_grad_enabled()].is_active and not run.why_padded:
                     self._check_loss(run, inputs, lambda batch: compute(model, batch, *args, **kwargs))
                 with all_padded(self.handles, run.why_padded or why_padded(trainer, self.handles[0], inputs)):
@@ -310,9 +303,23 @@ class PaddingRemovalCallback(TrainerCallback):
             with all_padded(self.handles, run.metrics.why_padded):
                 return predict(model, inputs, prediction_loss_only, *args, **kwargs)
 
+        if self.parity_check and custom_method(trainer, {"training_step"}):
+            # ms-swift's GRPO scores completions in `_prepare_inputs`.
+            for name, reason in (("training_step", OWN_STEP), ("_prepare_inputs", None)):
+                set_until_closed(run.undo, trainer, name, self._unchecked(getattr(trainer, name), reason))
         run.compute_loss = compute_loss
         set_until_closed(run.undo, trainer, "compute_loss", compute_loss)
         set_until_closed(run.undo, trainer, "prediction_step", prediction_step)
+
+    def _unchecked(self, method: Callable[..., Any], reason: str | None) -> Callable[..., Any]:
+        """A method whose calls of the models run padded for a reason; without one they are packed again."""
+
+        @wraps(method)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            with within(unchecked=dict.fromkeys(self.handles, reason)):
+                return method(*args, **kwargs)
+
+        return called
 
     def _check_loss(self, run: _Run, inputs: Any, compute: Callable[[Any], Any]) -> None:
         """Compute all steps padded if the loss reads padding."""
@@ -440,8 +447,6 @@ class PaddingRemovalCallback(TrainerCallback):
             if stats.packed_tokens == stats.padded_tokens:
                 removed = f"no padding was removed: the batch has none, or no `attention_mask` ({removed})"
             say(f"First step: {removed}.")
-        if run.schedules[True].is_active and not run.has_loss and custom_method(run.trainer, {"training_step"}):
-            logger.warning(STEP_NOT_COMPARED.format(type(run.trainer).__name__))
         if run.first_call is not None:  # still recording
             logger.warning(
                 "Packed and padded were not compared on the first batch: a part of the model was called, not the "

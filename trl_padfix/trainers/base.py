@@ -51,7 +51,7 @@ from .parts.context_parallel import ContextParallel
 from .parts.generation import Generation
 from .parts.packing import RemovePadding
 from .parts.padding_side import PaddingSide
-from .parts.parity import Parity
+from .parts.parity import OWN_STEP, Parity
 from .parts.part import Evaluation, Padding, Part, Step, all_padded, entered
 from .resume import checkpoint_to_resume
 from .settings import COMPUTED, PackingConfig, Settings, trls_configuration, values_off
@@ -59,11 +59,6 @@ from .task import Task
 
 
 logger = get_logger(__name__)
-
-OWN_STEP = (
-    "Your `training_step` calls the model outside of `compute_loss`, where nothing compares the loss with its padded "
-    "value. Compute it in `compute_loss`; or mask padding in it, and set `parity_check=False`."
-)
 
 __all__ = ["PARTS", "PaddingFreeMixin", "arguments_by_name", "hook"]
 
@@ -267,7 +262,7 @@ class PaddingFreeMixin:
                         "`trainer.model` was replaced, but transformers would train the first model, which is in "
                         "`trainer.model_wrapped`. Make a new trainer."
                     )
-                observe_user_step(self, self.around_user_step)
+                observe_user_step(self)
             with entered(part.around_dataloader(dataset, is_training) for part in self.padding.parts):
                 yield
 

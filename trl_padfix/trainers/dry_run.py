@@ -105,7 +105,7 @@ def dry_run(trainer: PaddingFreeTrainer) -> bool:
 def _compute_first_batch(trainer: PaddingFreeTrainer) -> None:
     """The first forward of a training."""
     if trainer.padding.settings.changed:
-        observe_user_step(trainer, trainer.around_user_step)
+        observe_user_step(trainer)
     step = trainer.training_step
 
     def stop(*args: Any, **kwargs: Any) -> None:

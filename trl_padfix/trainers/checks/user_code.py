@@ -168,17 +168,15 @@ def observe_user_loss(trainer: PaddingFreeTrainer) -> contextlib.AbstractContext
     return temporarily_set(trainer, compute_loss=MethodType(observe_loss(compute_loss), trainer))
 
 
-def observe_user_step(
-    trainer: PaddingFreeTrainer, around: Callable[[], contextlib.AbstractContextManager[Any]]
-) -> None:
-    """Run a user's `training_step`, which may compute its loss without `compute_loss`, in a block of `around`."""
+def observe_user_step(trainer: PaddingFreeTrainer) -> None:
+    """Run a user's `training_step`, which may compute its loss without `compute_loss`, within `around_user_step`."""
     of_user = trainer.training_step
     if getattr(of_user, "is_observed", False) or custom_step_name(trainer, everywhere=True) is None:
         return
 
     @wraps(of_user)
     def observed(*args: Any, **kwargs: Any) -> Any:
-        with around():
+        with trainer.around_user_step():
             return of_user(*args, **kwargs)
 
     vars(observed)["is_observed"] = True

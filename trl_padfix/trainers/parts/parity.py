@@ -34,7 +34,7 @@ from .part import Evaluation, PaddingFreeTrainer, Part, Step, all_padded
 from .step_parity import BOTH, NO_PADDING, REFILLED, ZEROED, StepReport, check_step, few_items, is_told, precision_in
 
 
-__all__ = ["Parity", "compare", "first_call", "print_reports"]
+__all__ = ["NOT_COMPARED", "OWN_STEP", "READS_PADDING", "Parity", "compare", "first_call", "print_reports"]
 
 logger = get_logger(__name__)
 
@@ -57,6 +57,11 @@ MIXES_ROWS = (
 
 NOT_COMPARED = (
     "The loss of {} is not compared: its batches lack `input_ids` and `attention_mask`. If it reads padding, mask it."
+)
+
+OWN_STEP = (
+    "Your `training_step` calls the model outside of `compute_loss`, where nothing compares the loss with its padded "
+    "value. Compute it in `compute_loss`; or mask padding in it, and set `parity_check=False`."
 )
 
 
@@ -162,10 +167,9 @@ class Parity(Part):
     def _is_model_due(self, mode: str) -> bool:
         """Whether the models are compared in the next forwards of a mode, as far as this is known before they run."""
         padding = self.trainer.padding
-        if mode in padding.parity or not (padding.handles and self.settings.parity_check):
-            return False
+        is_new = self.settings.parity_check and bool(padding.handles) and mode not in padding.parity
         # With hooks that are registered after the first step, calls run padded from then on.
-        return not (padding.parity and padding.handle.has_changed)
+        return is_new and not (padding.parity and padding.handle.has_changed)
 
     @contextlib.contextmanager
     def _model_compared(self, step: Step) -> Iterator[None]:
