@@ -303,23 +303,14 @@ class PaddingRemovalCallback(TrainerCallback):
             with all_padded(self.handles, run.metrics.why_padded):
                 return predict(model, inputs, prediction_loss_only, *args, **kwargs)
 
-        if self.parity_check and custom_method(trainer, {"training_step"}):
+        if self.parity_check and (own := custom_method(trainer, {"training_step"})):
+            own_step = within(unchecked=dict.fromkeys(self.handles, OWN_STEP.format(own)))
             # ms-swift's GRPO scores completions in `_prepare_inputs`.
-            for name, reason in (("training_step", OWN_STEP), ("_prepare_inputs", None)):
-                set_until_closed(run.undo, trainer, name, self._unchecked(getattr(trainer, name), reason))
+            for name, block in (("training_step", own_step), ("_prepare_inputs", within(unchecked=None))):
+                set_until_closed(run.undo, trainer, name, block(getattr(trainer, name)))
         run.compute_loss = compute_loss
         set_until_closed(run.undo, trainer, "compute_loss", compute_loss)
         set_until_closed(run.undo, trainer, "prediction_step", prediction_step)
-
-    def _unchecked(self, method: Callable[..., Any], reason: str | None) -> Callable[..., Any]:
-        """A method whose calls of the models run padded for a reason; without one they are packed again."""
-
-        @wraps(method)
-        def called(*args: Any, **kwargs: Any) -> Any:
-            with within(unchecked=dict.fromkeys(self.handles, reason)):
-                return method(*args, **kwargs)
-
-        return called
 
     def _check_loss(self, run: _Run, inputs: Any, compute: Callable[[Any], Any]) -> None:
         """Compute all steps padded if the loss reads padding."""

@@ -43,7 +43,7 @@ from ..core.switch import OFF, is_off
 from .batching.row_order import RowOrder
 from .batching.token_budget import TokenBudget
 from .checks.arguments import check_arguments
-from .checks.user_code import custom_step_name, observe_loss, observe_user_loss, observe_user_step
+from .checks.user_code import custom_method, custom_step_name, observe_loss, observe_user_loss, observe_user_step
 from .distributed import models_of
 from .metrics.token_counts import TokenCounts
 from .parts.attention_choice import AttentionChoice
@@ -51,7 +51,7 @@ from .parts.context_parallel import ContextParallel
 from .parts.generation import Generation
 from .parts.packing import RemovePadding
 from .parts.padding_side import PaddingSide
-from .parts.parity import OWN_STEP, Parity
+from .parts.parity import OWN_LOOP, OWN_STEP, Parity
 from .parts.part import Evaluation, Padding, Part, Step, all_padded, entered
 from .resume import checkpoint_to_resume
 from .settings import COMPUTED, PackingConfig, Settings, trls_configuration, values_off
@@ -267,10 +267,10 @@ class PaddingFreeMixin:
                 yield
 
     @contextlib.contextmanager
-    def around_user_step(self) -> Iterator[None]:
-        """A block around a user's `training_step`. What it computes outside of `compute_loss` is not compared."""
+    def around_user_step(self, name: str) -> Iterator[None]:
+        """A block with the user's method `name` in a training step. Outside of `compute_loss`, nothing is compared."""
         handles, is_checked = self.padding.handles, self.padding.settings.parity_check
-        unchecked = within(unchecked=dict.fromkeys(handles, OWN_STEP) if is_checked else None)
+        unchecked = within(unchecked=dict.fromkeys(handles, OWN_STEP.format(name)) if is_checked else None)
         with self.padding.in_use(), unchecked, all_padded(handles, self.padding.task.why_padded({})):
             yield
 
@@ -279,7 +279,7 @@ class PaddingFreeMixin:
     @hook
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         around = entered(part.around_training_step() for part in self.padding.parts)
-        own = context().unchecked if custom_step_name(self) else None
+        own = context().unchecked if custom_step_name(self) or custom_method(self, {"_prepare_inputs"}) else None
         with self.padding.in_use(), within(unchecked=own), around, observe_user_loss(self):
             return super().training_step(*args, **kwargs)
 
@@ -319,7 +319,10 @@ class PaddingFreeMixin:
 
     @hook
     def prediction_step(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        with self.padding.in_use(), observe_user_loss(self):
+        # Within our loop, `Parity` has set a method on the trainer.
+        own_loop = None if "prediction_step" in vars(self) else custom_method(self, {"evaluation_loop"})
+        apart = {"why_padded": OWN_LOOP.format(own_loop)} if own_loop and self.padding.settings.parity_check else {}
+        with self.padding.in_use(), temporarily_set(self.padding, **apart), observe_user_loss(self):
             loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)
         return loss, *self.padding.task.metrics_inputs(inputs, logits, labels)
 

@@ -169,16 +169,12 @@ def observe_user_loss(trainer: PaddingFreeTrainer) -> contextlib.AbstractContext
 
 
 def observe_user_step(trainer: PaddingFreeTrainer) -> None:
-    """Run a user's `training_step`, which may compute its loss without `compute_loss`, within `around_user_step`."""
-    of_user = trainer.training_step
-    if getattr(of_user, "is_observed", False) or custom_step_name(trainer, everywhere=True) is None:
+    """Run a step within `around_user_step`, if a method of the user may call the model outside of `compute_loss`."""
+    of_user, name = trainer.training_step, custom_method(trainer, {"training_step", "_prepare_inputs"})
+    if getattr(of_user, "is_observed", False) or name is None:
         return
 
-    @wraps(of_user)
-    def observed(*args: Any, **kwargs: Any) -> Any:
-        with trainer.around_user_step():
-            return of_user(*args, **kwargs)
-
+    observed = trainer.around_user_step(name)(of_user)
     vars(observed)["is_observed"] = True
     set_until_closed(trainer.padding.undo, trainer, "training_step", observed)
 

@@ -34,7 +34,7 @@ from .part import Evaluation, PaddingFreeTrainer, Part, Step, all_padded
 from .step_parity import BOTH, NO_PADDING, REFILLED, ZEROED, StepReport, check_step, few_items, is_told, precision_in
 
 
-__all__ = ["NOT_COMPARED", "OWN_STEP", "READS_PADDING", "Parity", "compare", "first_call", "print_reports"]
+__all__ = ["NOT_COMPARED", "OWN_LOOP", "OWN_STEP", "READS_PADDING", "Parity", "compare", "first_call", "print_reports"]
 
 logger = get_logger(__name__)
 
@@ -60,8 +60,12 @@ NOT_COMPARED = (
 )
 
 OWN_STEP = (
-    "Your `training_step` calls the model outside of `compute_loss`, where nothing compares the loss with its padded "
-    "value. Compute it in `compute_loss`; or mask padding in it, and set `parity_check=False`."
+    "`{}` calls the model outside of `compute_loss`, where nothing compares the loss with its padded value. Compute "
+    "it in `compute_loss`; or mask padding in it, and set `parity_check=False`."
+)
+OWN_LOOP = (
+    "logits that `{}` may read at padding, where packed ones are zero. Call `super().evaluation_loop`; or mask "
+    "padding, and set `parity_check=False`"
 )
 
 
