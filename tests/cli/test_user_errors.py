@@ -30,7 +30,6 @@ def stats(data, *more):
 CASES = [
     (["stats", "nowhere.jsonl"], "there is no file or folder 'nowhere.jsonl'"),  # before the missing tokenizer
     (["stats", "good.jsonl"], "Give one of `--tokenizer` and `--train-tokenizer`"),
-    (stats("good.jsonl", "--tokenizer", "models/good"), "Give one of"),
     (stats("empty.jsonl"), "a data file has no row"),
     (stats("corrupt.jsonl"), "(JSON parse error: Missing a comma"),
     (stats("null.jsonl"), "Row 3 (counted from 0) of the null.jsonl dataset has no 'text': {'text': None}. Write a"),
@@ -46,7 +45,6 @@ CASES = [
     (["dpo", *CPU, "--padding_freee", "true", "--nonsens=1"], "--padding_freee (did you mean `padding_free`?)"),
     (["dpo", *CPU, "--learning-rate", "abc"], "--learning-rate: invalid float value: 'abc'"),
     (["dpo", *CPU, "--gradient_checkpointing", "maybe"], "--gradient_checkpointing: invalid bool value: 'maybe'"),
-    (["dpo", *CPU, "--config", "list_as_number.yaml"], "line 2: per_device_train_batch_size: invalid int value: [8]"),
     (["dpo", *CPU, "--max_length", "None"], "invalid int value: 'None'. Write `null`"),
     (["dpo", *RUN, "--tiny_model", "tiny"], "(not both)"),
     (["dpo", *CPU, "--model_name_or_path", "hollow"], "the folder 'hollow' has no config.json. Name another"),
@@ -61,16 +59,13 @@ CASES = [
 ]
 
 EARLY = [
-    (["stats", "good.jsonl", "--tokenizer", "no/model"], "--tokenizer: there is no file or folder 'no/model' here"),
     (["dpo", "no.yaml", *CPU], "Unexpected argument `no.yaml`. To read a YAML file, write `--config no.yaml`"),
     (["dpo", "-config", "no.yaml"], "-config: a flag begins with two dashes: `--config`"),
     (["dpo", *RUN, "--attn_implementation", "flash_attn2"], "'flash_attn2' (choose from 'auto', 'eager', 'flash_"),
     (["dpo", *RUN, "--config", "no_files.yaml"], "no_files.yaml, line 1: datasets, entry 1: Unable to find '"),
-    (["dpo", *RUN, "--config", "no_folder.yaml"], "line 1: datasets, entry 1: there is no file or folder './x' here"),
     (["dpo", *RUN, "--config", "empty.yaml"], "line 2: beta: invalid float value: None. Write a value, or"),
     (["dpo", *RUN, "--prefix_sharing"], "--prefix_sharing: it needs `padding_free: true`. Set both, or neither."),
     (["dpo", *RUN, "--prefix_sharing", "maybe"], "invalid choice: 'maybe' (choose from 'auto', 'false', 'true')"),
-    (["sft", *TEXTS, "--config", "cosin.yaml"], "line 1: lr_scheduler_type: invalid choice: 'cosin' (choose from 'co"),
     (["sft", *TEXTS, "--config", "no.yaml"], "'no', 'steps'). YAML takes `no` for false. Write \"no\" in quotes"),
     (["dpo", *RUN, "--config", "no_field.yaml"], "no_remove_unused_columns (write `remove_unused_columns: false`)"),
     (["dpo", *RUN, "--accelerate_config", "zero33"], "invalid choice: 'zero33' (choose from 'fsdp1', "),
@@ -90,7 +85,6 @@ EARLY = [
     (["dpo", *MODEL, "--config", "kinds.yaml"], "entry 2: The first row of chats.jsonl has [{'content': 'a', 'role"),
     (["dpo", *MODEL, "--config", "kinds.yaml", "--eval_strategy", "steps"], "datasets: it has no split 'test' to ev"),
     (["dpo", *CPU, "--config", "seven.yaml"], 'model_name_or_path: invalid str value: 7. Write "7" in quotes.'),
-    (["dpo", *MODEL, "--config", "file.yaml"], "`datasets: [{path: json, data_files: good.jsonl}]`."),
     (["dpo", *RUN, "--output_dir", "/proc/run"], "`output_dir`: '/proc/run' cannot be written: '/proc' is a file or"),
     (["rloo", *PROMPTS, "--rloo_k", "2"], "--rloo_k (it is `num_generations` now)"),
     (["dpo", *RUN, "--max_completion_length", "9"], "(it is `max_length` here, of prompt and completion)"),
@@ -100,19 +94,16 @@ EARLY = [
     (["dpo", *RUN, "--test_split_size", "0"], "--test_split_size: it must be between 0 and 1, or in a YAML"),
     (["dpo", *RUN, "--report_to", "wandb", "none"], "invalid choice: ['wandb', 'none'] (choose from 'all', 'azur"),
     (stats("rows.txt"), "DATA: 'rows.txt' is a file of a type that is not read. Name a folder, or data as .jsonl"),
-    (["stats", "good.jsonl", "--tokenizer", "models/good/tokenizer.json"], "is a file of a type that is not read"),
     (["dpo", *MODEL, "--config", "columns.yaml"], "line 1: datasets, entry 1: `columns` is a list of names: write `c"),
     (["dpo", *MODEL, "--config", "third.yaml"], "has no column '3'; it has ['chosen', 'rejected']. Correct `columns`"),
     (["dpo", *MODEL, "--config", "half.yaml"], "line 1: datasets, entry 1: fraction: invalid float value: 'half'."),
     (["dpo", *RUN, "--config", "cosim.yaml"], "there is no file 'cosim.yaml' (did you mean `cosin.yaml`?) here (/"),
-    (["dpo", *RUN, "--max_steps", "6.0"], "--max_steps: invalid int value: '6.0'."),
     (["dpo", *RUN, "--run_name", "my", "run"], "--run_name: invalid text value: ['my', 'run']."),
     (["dpo", *RUN, "—padding_free"], "invalid str value: ['pairs_folder', '—padding_free']. Write one value. A flag"),
     (["dpo", *RUN, "--model_init_kwargs", "7"], "_kwargs: invalid dict value: '7'. Write {\"NAME\": VALUE}; in a sh"),
     (["dpo", *RUN, "--use_liger_kernel"], "--use_liger_kernel: run `pip install no_kernel`, which it needs."),
     (["dpo", *MODEL, "--dataset_name", "disk"], "write `datasets: [{path: arrow, data_files: disk/*.arrow}]`"),
     (["distillation", *PROMPTS], "No teacher: set `--teacher_model_name_or_path`"),
-    (["grpo", *PROMPTS, "--reward_funcs", "cut.a,cut.b"], "there is no module 'cut.a,cut' here"),
     (["ORPO", *RUN], "No command 'orpo'. In Python: `from trl_padfix.experimental.orpo import ORPOTrainer`."),
     (["dpo", *RUN, "--config_file", "list.yaml"], "list.yaml is not a mapping of fields to values"),
     (["dpo", *RUN, "--config_file", "typo.yaml"], "typo.yaml, line 2: num_proces (did you mean `num_processes`?)"),
@@ -130,7 +121,6 @@ EARLY = [
     (["dpo", *RUN, "--f_divergence_type", "js"], "invalid choice: 'js' (choose from 'alpha_divergence', 'forward_kl"),
     (["sft", *TEXTS, "--padding_free", "--group_by_prefix"], "--group_by_prefix: it needs `prefix_sharing: true`."),
     (["sft", *TEXTS, "--chat_template_path", "a.jinja"], "--chat_template_path: there is no file or folder 'a.jinja'"),
-    (["sft", *TEXTS, "--packing", "--group_by_prefix"], "--group_by_prefix: `packing` is true too. Set one of them"),
     (["dpo", *RUN, "--lora_r", "8"], "--lora_r: it has no effect without `use_peft: true`. Set both, or neither."),
     (["dpo", *RUN, "--use_lora", "true"], "--use_lora (it is `use_peft` here)"),
     (["stats", "good.jsonl", "--tokenizer", "hollow"], "--tokenizer: the folder 'hollow' has no tokenizer.json or"),
@@ -144,13 +134,11 @@ def material(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("mistakes")
     build_bad_data(folder)
     build_bad_models(folder / "models")
-    (folder / "list_as_number.yaml").write_text("seed: 1\nper_device_train_batch_size: [8]\n")
     (folder / "a_word.yaml").write_text("reward_funcs: length\n")
     (folder / "no.yaml").write_text("save_strategy: no\n")
     (folder / "no_field.yaml").write_text("no_remove_unused_columns: true\n")
     (folder / "empty.yaml").write_text("seed: 1\nbeta:\n")
     (folder / "cosin.yaml").write_text("lr_scheduler_type: cosin\n")
-    (folder / "no_folder.yaml").write_text("datasets: [{path: ./x}]\n")
     (folder / "slice.yaml").write_text("datasets: [{path: json, data_files: good.jsonl, split: 'train[:2]'}]\n")
     (folder / "entry.yaml").write_text("datasets: [{path: json, data_file: good.jsonl}]\n")
     (folder / "loader.yaml").write_text("datasets: [{path: jsonl, data_files: good.jsonl}]\n")
@@ -159,7 +147,6 @@ def material(tmp_path_factory) -> Path:
     (folder / "kinds.yaml").write_text(mixture.replace("NAME", "chats"))
     (folder / "no_row.yaml").write_text("datasets: [{path: json, data_files: empty.jsonl}]\n")
     (folder / "seven.yaml").write_text("model_name_or_path: 7\n")
-    (folder / "file.yaml").write_text("datasets: [{path: good.jsonl}]\n")
     (folder / "no_list.yaml").write_text("datasets: {path: json}\n")
     (folder / "twice.yaml").write_text("seed: 1\nmax_steps: 2\nseed: 2\n")
     (folder / "no_files.yaml").write_text("datasets: [{path: json, data_files: [good.jsonl, '*.jsonl', a/b/c]}]\n")

@@ -239,26 +239,6 @@ def test_it_trains_and_evaluates_without_trl(tmp_path):
     assert run_script("-c", WITHOUT_TRL, str(tmp_path)).stdout.splitlines()[-1] == "24 5"
 
 
-def test_what_a_training_step_computes_outside_of_compute_loss_runs_padded(tmp_path, caplog):
-    class OwnStep(Margins):
-        def training_step(self, model, inputs, num_items_in_batch=None):
-            inputs = self._prepare_inputs(inputs)
-            logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
-            loss = self.compute_loss(model, inputs) + logits.square().mean()
-            self.accelerator.backward(loss)
-            return loss.detach()
-
-    def losses(*callbacks):
-        trainer, _ = train(tmp_path, OwnStep, callbacks, max_steps=2)
-        return [log["loss"] for log in trainer.state.log_history if "loss" in log]
-
-    callback = PaddingRemovalCallback()
-    assert losses(callback) == pytest.approx(theirs := losses(), rel=1e-4)
-    assert callback.stats.padded_forwards == 2 < callback.stats.forwards
-    assert "calls the model outside of `compute_loss`" in caplog.text
-    assert losses(PaddingRemovalCallback(parity_check=False)) != pytest.approx(theirs, rel=1e-4)
-
-
 @pytest.mark.parametrize("mask", ["none", "prepared"])
 def test_a_batch_without_a_mask_of_its_rows_trains_and_a_warning_says_the_loss_is_not_compared(mask, tmp_path, caplog):
     class OtherMasks(ReadsPadding):

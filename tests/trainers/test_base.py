@@ -6,6 +6,7 @@ import pydoc
 import typing
 from dataclasses import fields
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -30,7 +31,7 @@ from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding, Traine
 from zoo import models
 
 import trl_padfix
-from trl_padfix import PaddingRemovalError, ParityError, padding_free_trainer
+from trl_padfix import PaddingRemovalCallback, PaddingRemovalError, ParityError, padding_free_trainer
 from trl_padfix.trainers.base import PaddingFreeMixin
 from trl_padfix.trainers.task import Task
 
@@ -235,24 +236,40 @@ class OwnStep:
         return loss.detach()
 
 
-@pytest.mark.parametrize("calls_loss", [False, True])
-@pytest.mark.parametrize("is_above", [False, True])
-def test_what_a_step_computes_outside_of_compute_loss_runs_padded(is_above, calls_loss, tmp_path, caplog):
+class OwnInputs:
+    def _prepare_inputs(self, inputs):
+        inputs = super()._prepare_inputs(inputs)
+        self.seen = [*vars(self).get("seen", []), float(self.model(**inputs)["logits"].square().mean())]
+        return inputs
+
+
+OWN = [*product([OwnStep], [False, True], ["above", "below", "callback"])]
+OWN += [*product([OwnInputs], [True], ["above", "below"])]
+
+
+@pytest.mark.parametrize(("own", "calls_loss", "way"), OWN)
+def test_what_a_step_computes_outside_of_compute_loss_runs_padded(own, calls_loss, way, tmp_path, caplog):
     """Nothing can compare it. `parity_check=False` packs it: the control."""
 
-    def steps(change=lambda kind: kind):
-        kind = type("Own", (OwnStep, change(Trainer) if is_above else Trainer), {"calls_loss": calls_loss})
-        trainer = make("transformers'", tmp_path, trainer_class=kind if is_above else change(kind), max_steps=2)
+    def steps(is_ours=True, **given):
+        change = partial(padding_free_trainer, **given) if is_ours else lambda kind: kind
+        kind = type("Own", (own, change(Trainer) if way == "above" else Trainer), {"calls_loss": calls_loss})
+        trainer = make("transformers'", tmp_path, trainer_class=change(kind) if way == "below" else kind, max_steps=2)
+        if is_ours and way == "callback":
+            trainer.padding = PaddingRemovalCallback(**given)
+            trainer.padding.attach(trainer)
         trainer.train()
-        return trainer, [log["grad_norm"] for log in trainer.state.log_history if "loss" in log]
+        found = [log["grad_norm"] for log in trainer.state.log_history if "loss" in log]
+        return trainer, found + vars(trainer).get("seen", [])
 
-    (_, theirs), (trainer, ours) = steps(), steps(padding_free_trainer)
+    (_, theirs), (trainer, ours) = steps(is_ours=False), steps()
     assert ours == pytest.approx(theirs, rel=1e-4)
     assert (trainer.padding.stats.padded_forwards, trainer.padding.stats.forwards) == (2, 2 * calls_loss)
     assert "calls the model outside of `compute_loss`" in caplog.text
-    assert steps(partial(padding_free_trainer, parity_check=False))[1] != pytest.approx(theirs, rel=1e-4)
-    with pytest.raises(PaddingRemovalError, match="outside of `compute_loss`"):
-        steps(partial(padding_free_trainer, strict=True))
+    assert steps(parity_check=False)[1] != pytest.approx(theirs, rel=1e-4)
+    if way != "callback":
+        with pytest.raises(PaddingRemovalError, match="outside of `compute_loss`"):
+            steps(strict=True)
 
 
 @pytest.mark.parametrize("labels", [None, list])

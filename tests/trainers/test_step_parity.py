@@ -32,6 +32,7 @@ from peft import PromptTuningConfig, TaskType
 from torch import nn
 from torch.ao.quantization import FakeQuantize, MovingAverageMinMaxObserver
 from transformers import Qwen2ForCausalLM
+from transformers.trainer_utils import EvalLoopOutput
 
 import trl_padfix
 from trl_padfix.core.context import context
@@ -588,6 +589,21 @@ def test_an_evaluation_whose_metrics_read_padding_runs_padded(is_own, reads, tmp
     assert (trainer.padding.why_eval_padded is None) is (reads != is_own)
     with pytest.raises(trl_padfix.PaddingRemovalError) if reads else contextlib.nullcontext():
         evaluated(trl_padfix, padding_free=True, strict=True)
+
+
+def test_a_loop_of_the_user_gets_padded_logits(tmp_path, caplog):
+    def loop(self, dataloader, *args, **kwargs):
+        logits = [self.prediction_step(self.model, batch, False)[1] for batch in dataloader]
+        return EvalLoopOutput(None, None, {"eval_square": sum(x.square().mean().item() for x in logits)}, 8)
+
+    def evaluated(library, **fields):
+        kind = type("Own", (library.SFTTrainer,), {"evaluation_loop": loop})
+        given = {"trainer_class": kind, "eval_dataset": build_rows(8, seed=1)} | fields
+        return make(library, "SFT", tmp_path, **given).evaluate()["eval_square"]
+
+    assert evaluated(trl_padfix, padding_free=True) == pytest.approx(theirs := evaluated(trl), rel=1e-5)
+    assert "logits that `Own.evaluation_loop` may read at padding" in caplog.text
+    assert evaluated(trl_padfix, padding_free=True, parity_check=False) != pytest.approx(theirs, rel=1e-3)
 
 
 def test_each_batch_of_an_evaluation_whose_loss_reads_padding_runs_padded(tmp_path):
