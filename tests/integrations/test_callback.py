@@ -133,13 +133,13 @@ class ReadsPadding(Margins):
 
 
 class CountsZeros(ReadsPadding):
-    """Other tokens at padding do not change this loss, and zeros there do."""
+    """Other tokens at padding do not change this loss, and zeros at all of it do."""
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         labels = inputs.pop("labels")  # as many losses do
         outputs = model(**inputs)
         loss = torch.nn.functional.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-        loss = loss + (outputs.logits == 0).float().mean()
+        loss = loss + 1 - outputs.logits[inputs["attention_mask"] == 0].any().float()
         return (loss, outputs) if return_outputs else loss
 
 

@@ -245,8 +245,7 @@ class PaddingRemoval(Attachment):
     @contextmanager
     def padded(self, reason: str, is_told: bool = True) -> Iterator[None]:
         """Run the forwards of a block padded, counted as one; `reason` completes "The forward has ..." in a log."""
-        if not is_told:
-            self._reported.add(reason)
+        self._reported |= set() if is_told else {reason}
         self.run_padded(UnpackableCallError(reason, f"The forward has {reason}."))
         with self.disabled():
             yield

@@ -40,7 +40,7 @@ from ..trainers.parts.parity import NOT_COMPARED, OWN_STEP, READS_PADDING, compa
 from ..trainers.parts.parity_schedule import ParitySchedule
 from ..trainers.parts.part import Padding, all_padded
 from ..trainers.parts.saved_state import saved_state
-from ..trainers.parts.step_parity import has_padding, other_outputs, other_padding, without_packing
+from ..trainers.parts.step_parity import Filling, has_padding, other_outputs, other_padding, without_packing
 
 
 __all__ = ["PaddingRemovalCallback", "callback_from", "in_words", "settings_in"]
@@ -321,7 +321,10 @@ class PaddingRemovalCallback(TrainerCallback):
             logger.warning_once(NOT_COMPARED.format(type(trainer).__name__))
         padded = [inputs] if ids is not None and ids == mask and has_padding([inputs]) else []
         if schedule.is_due(padded):
-            loss, other = (self._padded_loss(trainer, inputs, batches, compute) for batches in ([], padded))
+            # A packed forward returns zeros, but so does a new head for all tokens.
+            fills = (None, torch.zeros_like, partial(other_outputs, torch.Generator()))
+            loss, *others = (self._padded_loss(trainer, inputs, padded, compute, fill) for fill in fills)
+            other = max(others, key=lambda value: abs(loss - value))
             limit = Limits.of_step(lowest_dtype(trainer.model)).mean * max(abs(loss), 1.0)
             verdict = schedule.verdict(not abs(loss - other) > limit, loss == 0 or not padded)
             if verdict is False:
@@ -329,17 +332,13 @@ class PaddingRemovalCallback(TrainerCallback):
             elif verdict and trainer.accelerator.is_local_main_process:
                 say(f"parity ok, the trainer's own loss: padded {loss:.6g}, with other values at padding {other:.6g}")
 
-    def _padded_loss(self, trainer: Trainer, inputs: Any, refilled: list[Any], compute: Callable) -> float:
-        """
-        The padded loss of a batch, with other embeddings and outputs at padding if it is `refilled`.
-
-        Zeros alone, which packed forwards return, would not show that a loss reads padding while a new head returns
-        zeros for all tokens.
-        """
+    def _padded_loss(
+        self, trainer: Trainer, inputs: Any, batches: list[Any], compute: Callable, at_padding: Filling | None
+    ) -> float:
+        """The padded loss of a batch, perhaps with other embeddings and, from `at_padding`, outputs at padding."""
         with ExitStack() as stack:
-            draw = torch.Generator()
-            others = partial(other_padding, refilled, draw), partial(other_outputs, draw) if refilled else None
-            stack.enter_context(without_packing(self.handles, *others))
+            on_embeddings = partial(other_padding, batches, torch.Generator()) if at_padding else None
+            stack.enter_context(without_packing(self.handles, on_embeddings, at_padding))
             stack.enter_context(saved_state(trainer))
             stack.enter_context(torch.no_grad())
             # A copy, because a loss may take entries out of its batch.
