@@ -78,7 +78,6 @@ EARLY = [
     (["dpo", *MODEL, "--config", "loader.yaml"], "cannot load 'jsonl' by this name. In a YAML (`--config`) w"),
     (["dpo", *MODEL, "--config", "no_list.yaml"], "line 1: datasets: in a YAML write `datasets: [{path: json"),
     (["dpo", *MODEL, "--datasets", "good.jsonl"], "--datasets: in a YAML write `datasets: [{path: json"),
-    (["dpo", *RUN, "--dataset_train_split", "dev"], ": Bad split: dev. Available splits: ['train']"),
     (["dpo", *RUN, "--eval_strategy", "steps"], "(or `test_split_size` with `datasets`): Bad split: test. Avail"),
     (["dpo", *MODEL, "--config", "mixture.yaml"], "line 1: datasets, entry 2: The good.jsonl dataset has no column '"),
     (["dpo", *MODEL, "--config", "no_row.yaml"], "entry 1: empty.jsonl or a file in it has no row."),
@@ -124,7 +123,6 @@ EARLY = [
     (["dpo", *RUN, "--lora_r", "8"], "--lora_r: it has no effect without `use_peft: true`. Set both, or neither."),
     (["dpo", *RUN, "--use_lora", "true"], "--use_lora (it is `use_peft` here)"),
     (["stats", "good.jsonl", "--tokenizer", "hollow"], "--tokenizer: the folder 'hollow' has no tokenizer.json or"),
-    (["doctor", "--model", "hollow"], "--model: the folder 'hollow' has no config.json. Name another folder."),
 ]
 """Mistakes that are said before anything that takes seconds is imported."""
 

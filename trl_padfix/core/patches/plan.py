@@ -20,7 +20,7 @@ from ..call.batch_cache import on_host
 from ..call.calls import CALL, LocalTokens, ModelCall, PackedCall
 from ..call.layout_of import layout_of
 from ..call.prefix_states import PrefixStates
-from ..context import context
+from ..context import context, in_backward
 from ..errors import PaddingRemovalError, UnpackableCallError
 from ..handle import PaddingRemoval
 from ..layout.layout import Layout
@@ -251,7 +251,7 @@ def check_call(handle: PaddingRemoval, inputs: DecoderInputs, layout: Layout) ->
         PaddingRemovalError: If no call can, because a setting was changed after attachment.
     """
     decoder, config = handle.decoder, handle.decoder.config
-    if reason := (context().unchecked or {}).get(handle):
+    if not in_backward() and (reason := (context().unchecked or {}).get(handle)):
         raise UnpackableCallError("unchecked", reason)
     if reason := implementation_obstacle(config._attn_implementation):
         raise PaddingRemovalError(f"Padding cannot be removed from {type(decoder).__name__}: {reason}.")
