@@ -265,8 +265,11 @@ def test_what_a_step_computes_outside_of_compute_loss_runs_padded(own, calls_los
     (_, theirs), (trainer, ours) = steps(is_ours=False), steps()
     assert ours == pytest.approx(theirs, rel=1e-4)
     assert (trainer.padding.stats.padded_forwards, trainer.padding.stats.forwards) == (2, 2 * calls_loss)
+    assert sum(log.get("padfix/padded_forwards", 0) for log in trainer.state.log_history) == 2
     assert "calls the model outside of `compute_loss`" in caplog.text
-    assert steps(parity_check=False)[1] != pytest.approx(theirs, rel=1e-4)
+    trainer, ours = steps(parity_check=False)
+    assert ours != pytest.approx(theirs, rel=1e-4)
+    assert sum("padfix/pad_fraction" in log for log in trainer.state.log_history) == 2
     if way != "callback":
         with pytest.raises(PaddingRemovalError, match="outside of `compute_loss`"):
             steps(strict=True)

@@ -271,7 +271,8 @@ class PaddingFreeMixin:
         """A block with the user's method `name` in a training step. Outside of `compute_loss`, nothing is compared."""
         handles, is_checked = self.padding.handles, self.padding.settings.parity_check
         unchecked = within(unchecked=dict.fromkeys(handles, OWN_STEP.format(name)) if is_checked else None)
-        with self.padding.in_use(), unchecked, all_padded(handles, self.padding.task.why_padded({})):
+        counted = entered(part.count_beside("train") for part in self.padding.parts if isinstance(part, TokenCounts))
+        with self.padding.in_use(), unchecked, all_padded(handles, self.padding.task.why_padded({})), counted:
             yield
 
     # -- steps

@@ -93,13 +93,11 @@ class TokenCounts(Part):
     def __init__(self, trainer: PaddingFreeTrainer):
         super().__init__(trainer)
         self.counters = {"train": TokenCounter(), "eval": TokenCounter()}
-        self._warned = False
-        self._counted = PaddingStats()  # in steps, since the last evaluation began
+        self._counted = PaddingStats()  # in steps, since the last `count_beside` began
 
-    @contextlib.contextmanager
-    def around_training_step(self) -> Iterator[None]:
+    def around_training_step(self) -> contextlib.AbstractContextManager[None]:
         self.counters["train"].start()  # before rows are generated
-        yield
+        return super().around_training_step()
 
     @contextlib.contextmanager
     def around_step(self, step: Step) -> Iterator[None]:
@@ -110,21 +108,20 @@ class TokenCounts(Part):
         new = padding.stats - before
         self._counted = padding.stats - (before - self._counted)
         counter.add(_real_tokens(step.batches, new), new, self.trainer)
-        self._warn_if_unpacked(step)
+        self._warn_if_unpacked()
         self._advise(step, new)
 
-    def _warn_if_unpacked(self, step: Step) -> None:
+    def _warn_if_unpacked(self) -> None:
         """Say once that no forward has been packed so far, or since the padding removal was detached by hand."""
         padding = self.trainer.padding
         handle = padding.handle
-        if self._warned or handle is None or handle in context().disabled or not self.settings.padding_free:
+        if handle is None or handle in context().disabled or not self.settings.padding_free:
             return
         # A packed row of a single sequence has no padding and is not packed again.
         is_unpacked = not (handle.stats.forwards or handle.stats.padded_forwards or padding.task.packs_rows())
         if handle.is_detached or is_unpacked:
-            self._warned = True
             why = "padding removal was detached from the model" if handle.is_detached else NO_MASK
-            logger.warning(f"Nothing was packed in step {step.number}: {why}. No savings are logged.")
+            handle.say_once(f"Nothing was packed: {why}. No savings are logged.", tell=logger.warning)
 
     def _advise(self, step: Step, new: PaddingStats) -> None:
         """Say once that batches of one row have no padding, if a step accumulates the gradients of several."""
@@ -139,12 +136,19 @@ class TokenCounts(Part):
     def around_evaluation_loop(self, evaluation: Evaluation) -> Iterator[None]:
         self.counters["train"].pause()
         counter = self.counters["eval"] = TokenCounter()
-        counter.start()
-        padding, self._counted = self.trainer.padding, copy(self.trainer.padding.stats)
-        yield
-        beside = padding.stats - self._counted  # of a user's `prediction_step` without `compute_loss`
-        counter.add(beside.real_tokens, beside, self.trainer)
+        with self.count_beside("eval"):  # of a user's `prediction_step` without `compute_loss`
+            yield
         counter.pause()  # tokens generated after the loop (`predict_with_generate`) do not count
+
+    @contextlib.contextmanager
+    def count_beside(self, mode: str) -> Iterator[None]:
+        """Count what a block computes outside of `compute_loss`, too."""
+        counter, padding = self.counters[mode], self.trainer.padding
+        counter.start()
+        self._counted = copy(padding.stats)
+        yield
+        beside = padding.stats - self._counted
+        counter.add(beside.real_tokens, beside, self.trainer)
 
     def log(self, logs: dict[str, float], mode: str) -> None:
         padding = self.trainer.padding

@@ -55,11 +55,6 @@ class Step:
     why_padded: str | None = None
     result: Any = None
 
-    @property
-    def returns_outputs(self) -> bool:
-        """Whether `compute_loss` returns `(loss, outputs)`."""
-        return bool(self.arguments.get("return_outputs"))
-
     @cached_property
     def batches(self) -> list[dict[str, torch.Tensor]]:
         """Ids and mask of each forward of the policy, if the task names its ids as the model does."""

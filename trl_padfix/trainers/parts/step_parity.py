@@ -388,7 +388,7 @@ class _Comparison:
                 stack.enter_context(local_metrics_only(trainer.accelerator, trainer.accelerator.num_processes))
                 stack.enter_context(temporarily_set(padding.budget, _is_in_step=False))  # runs no backward of parts
             loss = trainer.compute_loss(model, batch, **step.arguments)
-            return _Values((loss[0] if step.returns_outputs else loss).item(), None)
+            return _Values((loss[0] if step.arguments.get("return_outputs") else loss).item(), None)
 
     def _gradient(self) -> torch.Tensor:
         """Some entries of the gradient of each parameter, all in one row."""
