@@ -97,7 +97,7 @@ micro-batches (`entropy`, `kl`, `clip_ratio`) differ from TRL's.
 | `--resume_from_checkpoint` | takes `latest` or a folder ([resume](../recipes/README.md#resume)) |
 | `--accelerate_config` | takes a file, or a name of TRL's; flags of `accelerate launch` work too, also in YAML |
 | `TRL_PADFIX_DEBUG=1` | shows the traceback of every error |
-| `TRL_PADFIX_OFF=1` | lets TRL's code compute every step |
+| `TRL_PADFIX_OFF=1` | lets TRL's code compute every step (`padding_side` stays) |
 
 Set `TRL_PADFIX_OFF=1` before you make the trainer. With a warning, it turns off the fields of computation,
 `pool_last_token`, `remove_padding` and the callback.

@@ -225,8 +225,6 @@ def test_a_subclass_of_trls_trainer_trains_as_a_subclass_of_ours(kind, makers, m
 class OwnStep:
     """A step whose loss reads padding, outside of `compute_loss`, which it may call, too."""
 
-    calls_loss = False
-
     def training_step(self, model, inputs, *args):
         inputs = self._prepare_inputs(inputs)
         outputs = model(**inputs)
@@ -249,8 +247,6 @@ OWN += [*product([OwnInputs], [True], ["above", "below"])]
 
 @pytest.mark.parametrize(("own", "calls_loss", "way"), OWN)
 def test_what_a_step_computes_outside_of_compute_loss_runs_padded(own, calls_loss, way, tmp_path, caplog):
-    """Nothing can compare it. `parity_check=False` packs it: the control."""
-
     def steps(is_ours=True, **given):
         change = partial(padding_free_trainer, **given) if is_ours else lambda kind: kind
         kind = type("Own", (own, change(Trainer) if way == "above" else Trainer), {"calls_loss": calls_loss})
@@ -267,7 +263,7 @@ def test_what_a_step_computes_outside_of_compute_loss_runs_padded(own, calls_los
     assert (trainer.padding.stats.padded_forwards, trainer.padding.stats.forwards) == (2, 2 * calls_loss)
     assert sum(log.get("padfix/padded_forwards", 0) for log in trainer.state.log_history) == 2
     assert "calls the model outside of `compute_loss`" in caplog.text
-    trainer, ours = steps(parity_check=False)
+    trainer, ours = steps(parity_check=False)  # the control
     assert ours != pytest.approx(theirs, rel=1e-4)
     assert sum("padfix/pad_fraction" in log for log in trainer.state.log_history) == 2
     if way != "callback":

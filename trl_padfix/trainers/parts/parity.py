@@ -299,7 +299,7 @@ class Parity(Part):
             name = custom_loss_name(self.trainer) if report != NO_PADDING else None
             tell = logger.warning if name or "it raises" in report else say
             outcome = f"{f'`{name}`' if name else 'the loss'} was not compared with its padded value: {report}"
-            outcome += ". At padding it gets zeros for logits: if it reads them, mask them, or set `padding_free=False`." * bool(name)
+            outcome += ". If it reads logits at padding (zeros), mask them, or set `padding_free=False`." * bool(name)
         elif verdict is None:
             then = "the next batch is compared" if schedule.is_active else f"none is compared after {schedule.zeros}"
             outcome = f"parity not tested, the trainer's own loss: zero or no gradient on {report.items}; {then}"
