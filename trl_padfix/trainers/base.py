@@ -43,7 +43,7 @@ from ..core.switch import OFF, is_off
 from .batching.row_order import RowOrder
 from .batching.token_budget import TokenBudget
 from .checks.arguments import check_arguments
-from .checks.user_code import custom_method, custom_step_name, observe_loss, observe_user_loss, observe_user_step
+from .checks.user_code import custom_method, observe_loss, observe_user_loss, observe_user_step
 from .distributed import models_of
 from .metrics.token_counts import TokenCounts
 from .parts.attention_choice import AttentionChoice
@@ -269,18 +269,23 @@ class PaddingFreeMixin:
     @contextlib.contextmanager
     def around_user_step(self, name: str) -> Iterator[None]:
         """A block with the user's method `name` in a training step. Outside of `compute_loss`, nothing is compared."""
-        handles, is_checked = self.padding.handles, self.padding.settings.parity_check
-        unchecked = within(unchecked=dict.fromkeys(handles, OWN_STEP.format(name)) if is_checked else None)
+        padded = all_padded(self.padding.handles, self.padding.task.why_padded({}))
         counted = entered(part.count_beside("train") for part in self.padding.parts if isinstance(part, TokenCounts))
-        with self.padding.in_use(), unchecked, all_padded(handles, self.padding.task.why_padded({})), counted:
+        with self.padding.in_use(), self._unchecked(name), padded, counted:
             yield
+
+    def _unchecked(self, name: str | None) -> contextlib.AbstractContextManager[None]:
+        """A block with the user's method `name`. With the parity check, it is padded: nothing compares it."""
+        is_checked = name and self.padding.settings.parity_check
+        return within(unchecked=dict.fromkeys(self.padding.handles, OWN_STEP.format(name)) if is_checked else None)
 
     # -- steps
 
     @hook
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         around = entered(part.around_training_step() for part in self.padding.parts)
-        own = context().unchecked if custom_step_name(self) or custom_method(self, {"_prepare_inputs"}) else None
+        is_own = custom_method(self, {"training_step"}, below=True) or custom_method(self, {"_prepare_inputs"})
+        own = context().unchecked if is_own else None
         with self.padding.in_use(), within(unchecked=own), around, observe_user_loss(self):
             return super().training_step(*args, **kwargs)
 
@@ -323,7 +328,8 @@ class PaddingFreeMixin:
         # Within our loop, `Parity` has set a method on the trainer.
         own_loop = None if "prediction_step" in vars(self) else custom_method(self, {"evaluation_loop"})
         apart = {"why_padded": OWN_LOOP.format(own_loop)} if own_loop and self.padding.settings.parity_check else {}
-        with self.padding.in_use(), temporarily_set(self.padding, **apart), observe_user_loss(self):
+        own_inputs = self._unchecked(custom_method(self, {"_prepare_inputs"}))
+        with self.padding.in_use(), temporarily_set(self.padding, **apart), observe_user_loss(self), own_inputs:
             loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)
         return loss, *self.padding.task.metrics_inputs(inputs, logits, labels)
 

@@ -26,7 +26,7 @@ from ...core.remove import attach_runner_patch
 from ..checks.arguments import rope_kind_beyond
 from ..checks.user_code import (
     custom_loss_name,
-    custom_step_name,
+    custom_method,
     gradient_hook_name,
     hook_beside_loss,
     module_hook_names,
@@ -141,7 +141,7 @@ class TokenBudget(Part):
     def why_all_rows(self) -> str | None:
         """Why the loss of this trainer is not known to be a sum over rows, for any batch; `None` if it may be."""
         trainer = self.trainer
-        if name := custom_loss_name(trainer) or custom_step_name(trainer):
+        if name := custom_loss_name(trainer) or custom_method(trainer, {"training_step"}, below=True):
             return f"`{name}` may compare rows"
         if type(trainer.padding.task).chunk_weight is Task.chunk_weight:
             return f"TRL's loss of {type(trainer).__name__} may compare rows"
@@ -338,7 +338,7 @@ class TokenBudget(Part):
             logger.warning_once(f"`auto_find_batch_size` also lowers `max_tokens_per_batch`, to {budget}.")
         self._gradient_hook = gradient_hook_name(self.trainer)  # a callback may have registered one
         # Copies, because backward adds to gradients in place; only where user code may catch the error.
-        catches = custom_step_name(self.trainer, everywhere=True) is not None
+        catches = custom_method(self.trainer, {"training_step"}) is not None
         parameters = [p for p in self.trainer.model.parameters() if p.requires_grad] if catches else []
         saved = {p: p.grad.clone() for p in parameters if p.grad is not None}
         try:

@@ -29,9 +29,9 @@ from ..distributed import PaddingFreeTrainer
 
 
 __all__ = [
-    "custom_batch_name", "custom_loss_name", "custom_method", "custom_step_name", "gradient_hook_name",
-    "hook_beside_loss", "is_custom_collator", "module_hook_names", "observe_loss",
-    "observe_user_loss", "observe_user_step", "why_padded",
+    "custom_batch_name", "custom_loss_name", "custom_method", "gradient_hook_name", "hook_beside_loss",
+    "is_custom_collator", "module_hook_names", "observe_loss", "observe_user_loss",
+    "observe_user_step", "why_padded",
 ]  # fmt: skip
 
 TRUSTED = (f"{__name__.partition('.')[0]}.", "trl.", "transformers.")
@@ -88,25 +88,18 @@ def why_padded(trainer: Any, handle: PaddingRemoval, inputs: Any, in_parts: bool
     return SCORED_FROM_PADDING if handle.anatomy.head is not None and scores_padding(inputs) else None
 
 
-def custom_step_name(trainer: PaddingFreeTrainer, everywhere: bool = False) -> str | None:
+def custom_method(trainer: PaddingFreeTrainer, methods: set[str], below: bool = False) -> str | None:
     """
-    Name of a user's `training_step` that runs within ours, so that it may compute the loss and its backward itself.
+    Name of the first of `methods` that is a user's, on the trainer or one of its classes; `None` if there is none.
 
-    With `everywhere`, also a method that runs around ours.
+    With `below`, only methods of classes behind ours count: a `training_step` there runs within ours, and may compute
+    the loss and its backward itself.
     """
-    classes = type(trainer).__mro__[:-1]
-    ours = max(i for i, c in enumerate(classes) if c.__module__.startswith(TRUSTED[0]))
-    below = [(c.__name__, vars(c)) for c in classes[ours + 1 :]]
-    return custom_method(trainer, {"training_step"}, None if everywhere else below)
-
-
-def custom_method(
-    trainer: PaddingFreeTrainer, methods: set[str], owners: list[tuple[str, Any]] | None = None
-) -> str | None:
-    """Name of the first of `methods` that is a user's: on the trainer and all its classes, or on `owners`."""
     # All owners, also those with overridden methods: `super()` may call them.
-    if owners is None:
-        owners = [("trainer", vars(trainer)), *((c.__name__, vars(c)) for c in type(trainer).__mro__[:-1])]
+    owners = [("trainer", vars(trainer)), *((c.__name__, vars(c)) for c in type(trainer).__mro__[:-1])]
+    if below:
+        ours = max(i for i, c in enumerate(type(trainer).__mro__) if c.__module__.startswith(TRUSTED[0]))
+        owners = owners[ours + 2 :]
     found = ((owner, name, members[name]) for owner, members in owners for name in sorted(methods & members.keys()))
     return next((f"{owner}.{name}" for owner, name, method in found if not _is_trusted(method)), None)
 

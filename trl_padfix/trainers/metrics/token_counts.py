@@ -143,12 +143,11 @@ class TokenCounts(Part):
     @contextlib.contextmanager
     def count_beside(self, mode: str) -> Iterator[None]:
         """Count what a block computes outside of `compute_loss`, too."""
-        counter, padding = self.counters[mode], self.trainer.padding
-        counter.start()
-        self._counted = copy(padding.stats)
+        self.counters[mode].start()
+        self._counted = copy(self.trainer.padding.stats)
         yield
-        beside = padding.stats - self._counted
-        counter.add(beside.real_tokens, beside, self.trainer)
+        beside = self.trainer.padding.stats - self._counted
+        self.counters[mode].add(beside.real_tokens, beside, self.trainer)
 
     def log(self, logs: dict[str, float], mode: str) -> None:
         padding = self.trainer.padding
