@@ -6,7 +6,6 @@ import pydoc
 import typing
 from dataclasses import fields
 from functools import partial
-from itertools import product
 from typing import Any
 
 import pytest
@@ -233,31 +232,18 @@ class OwnStep:
         return loss.detach()
 
 
-class OwnInputs:
-    def _prepare_inputs(self, inputs):
-        inputs = super()._prepare_inputs(inputs)
-        self.seen = [*vars(self).get("seen", []), float(self.model(**inputs)["logits"].square().mean())]
-        return inputs
-
-
-OWN = [*product([OwnStep], [False, True], ["above", "below", "callback"])]
-OWN += [*product([OwnInputs], [True], ["above", "below"])]
-
-
-@pytest.mark.parametrize(("own", "calls_loss", "way"), OWN)
-def test_what_a_step_computes_outside_of_compute_loss_runs_padded(own, calls_loss, way, tmp_path, caplog):
+@pytest.mark.parametrize("calls_loss", [False, True])
+@pytest.mark.parametrize("way", ["above", "below", "callback"])
+def test_what_a_step_computes_outside_of_compute_loss_runs_padded(calls_loss, way, tmp_path, caplog):
     def steps(is_ours=True, **given):
         change = partial(padding_free_trainer, **given) if is_ours else lambda kind: kind
-        kind = type("Own", (own, change(Trainer) if way == "above" else Trainer), {"calls_loss": calls_loss})
+        kind = type("Own", (OwnStep, change(Trainer) if way == "above" else Trainer), {"calls_loss": calls_loss})
         trainer = make("transformers'", tmp_path, trainer_class=change(kind) if way == "below" else kind, max_steps=2)
         if is_ours and way == "callback":
             trainer.padding = PaddingRemovalCallback(**given)
             trainer.padding.attach(trainer)
         trainer.train()
-        found = [log["grad_norm"] for log in trainer.state.log_history if "loss" in log]
-        if own is OwnInputs:
-            trainer.evaluate()
-        return trainer, found + vars(trainer).get("seen", [])
+        return trainer, [log["grad_norm"] for log in trainer.state.log_history if "loss" in log]
 
     (_, theirs), (trainer, ours) = steps(is_ours=False), steps()
     assert ours == pytest.approx(theirs, rel=1e-4)

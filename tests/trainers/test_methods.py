@@ -36,6 +36,7 @@ from zoo.family_outcomes import stable_topk
 import trl_padfix
 import trl_padfix.core.patches.heads
 from trl_padfix import DataCollatorForReward, DPOTrainer, PaddingRemovalError, RewardTrainer
+from trl_padfix.trainers.checks.user_code import INPUT_METHODS
 from trl_padfix.trainers.methods.online import group_prompts, trained_tokens
 from trl_padfix.trainers.parts.packing import RemovePadding
 
@@ -142,9 +143,7 @@ def test_rows_stay_where_their_micro_batch_counts(makers):
         assert not makers("GRPO")(config=settings | MODES["prefix sharing"]).padding.task.may_regroup()
 
 
-class Advantages:
-    """An inner method of a user's: advantages in units of the largest of their micro-batch."""
-
+class Advantages:  # an inner method of a user's: in units of the largest advantage of the micro-batch
     def _compute_loss(self, model, inputs):
         return super()._compute_loss(model, inputs | {"advantages": inputs["advantages"] / inputs["advantages"].max()})
 
@@ -180,6 +179,28 @@ def test_rows_stay_where_code_of_a_user_acts_on_a_micro_batch(makers, method, of
     assert any("Rows stay in TRL's micro-batches, because `" in line for line in our_warnings(caplog))
     monkeypatch.setattr(make.method.ours.task_class, "may_regroup", lambda task: True)
     assert_other(train(make.method.ours, **MODES["prefix sharing"]).trajectory(), theirs.trajectory(), atol)
+
+
+@pytest.mark.parametrize("name", sorted(INPUT_METHODS))
+def test_logits_that_an_inner_method_of_a_user_reads_are_padded(makers, name):
+    seen, method = [], makers("GRPO").method
+
+    def reading(trainer, *args):
+        result = getattr(super(type(trainer), trainer), name)(*args)
+        ids = torch.tensor([[5, 6, 7], [8, 0, 0]])
+        seen.append(trainer.model(input_ids=ids, attention_mask=ids.clamp(max=1)).logits.square().mean().item())
+        return result
+
+    def train(kind, **config):
+        seen.clear()
+        run = makers("GRPO").train(method.plain, type("Reading", (kind,), {name: reading}), max_steps=1, **config)
+        logged = {k: v for log in run.trainer.state.log_history for k, v in log.items() if "padded_forwards" in k}
+        assert sum(logged.values()) == len(seen) * config.get("padding_free", 0) * config.get("parity_check", 1)
+        return torch.tensor(seen)
+
+    theirs, ours = train(method.theirs), train(method.ours, padding_free=True)
+    assert_same(ours, theirs)
+    assert_other(train(method.ours, padding_free=True, parity_check=False), theirs)
 
 
 def test_answers_of_tools_are_no_trained_tokens():

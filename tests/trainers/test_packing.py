@@ -230,10 +230,9 @@ def test_the_parity_check_packs_also_between_trainings(tmp_path, monkeypatch):
 def test_a_copy_of_a_trained_model_trains_as_a_new_model_with_its_weights(library, tmp_path):
     model, free, runs = build_model(), {"padding_free": True}, []
     make_trainer(library, "SFT", tmp_path, model=model, **free if library is trl_padfix else {}).train()
-    policy, reference = build_model(), build_model()
+    policy = build_model()
     policy.load_state_dict(model.state_dict())
-    reference.load_state_dict(model.state_dict())
-    for given in ((policy, reference), (copy.deepcopy(model), copy.deepcopy(model))):
+    for given in ((policy, copy.deepcopy(policy)), (copy.deepcopy(model), copy.deepcopy(model))):
         trainer = make_trainer(trl_padfix, "DPO", tmp_path, model=given[0], ref_model=given[1], **free)
         trainer.train()
         runs.append(trajectory(trainer))
@@ -265,14 +264,11 @@ def test_a_restored_trainer_splits_no_steps_and_has_its_own_training_step(tmp_pa
             return super().training_step(*args, **kwargs)
 
     trainer = make_trainer(trl_padfix, "DPO", tmp_path, OfUser, padding_free=True, max_tokens_per_batch=60)
-    rows = []
-    trainer.model.register_forward_pre_hook(
-        lambda module, args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True
-    )
+    forwards = entered_tokens(trainer.model)
     trainer.train()
     assert "runs padded" not in caplog.text
-    split, rows[:] = [*rows], []
+    split, forwards[:] = [*forwards], []
     trainer.padding.restore()
     assert "training_step" not in vars(trainer)
     trainer.train()
-    assert max(split) < min(rows)
+    assert max(split) < min(forwards)

@@ -36,14 +36,14 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from ..core.anatomy import outermost_pretrained
 from ..core.call.batch_cache import batch_cache
-from ..core.context import context, temporarily_set, within
+from ..core.context import temporarily_set, within
 from ..core.model.inspection import package_of
 from ..core.remove import take_over
 from ..core.switch import OFF, is_off
 from .batching.row_order import RowOrder
 from .batching.token_budget import TokenBudget
 from .checks.arguments import check_arguments
-from .checks.user_code import custom_method, observe_loss, observe_user_loss, observe_user_step
+from .checks.user_code import INPUT_METHODS, custom_method, observe_loss, observe_user_loss, observe_user_step
 from .distributed import models_of
 from .metrics.token_counts import TokenCounts
 from .parts.attention_choice import AttentionChoice
@@ -275,18 +275,16 @@ class PaddingFreeMixin:
             yield
 
     def _unchecked(self, name: str | None) -> contextlib.AbstractContextManager[None]:
-        """A block with the user's method `name`. With the parity check, it is padded: nothing compares it."""
-        is_checked = name and self.padding.settings.parity_check
-        return within(unchecked=dict.fromkeys(self.padding.handles, OWN_STEP.format(name)) if is_checked else None)
+        """A block with code of `name`. With the parity check, it is padded where nothing compares the loss."""
+        handles = self.padding.handles if name and self.padding.settings.parity_check else ()
+        return within(unchecked=dict.fromkeys(handles, OWN_STEP.format(name)))
 
     # -- steps
 
     @hook
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         around = entered(part.around_training_step() for part in self.padding.parts)
-        is_own = custom_method(self, {"training_step"}, below=True) or custom_method(self, {"_prepare_inputs"})
-        own = context().unchecked if is_own else None
-        with self.padding.in_use(), within(unchecked=own), around, observe_user_loss(self):
+        with self.padding.in_use(), self._unchecked(type(self).__name__), around, observe_user_loss(self):
             return super().training_step(*args, **kwargs)
 
     @observe_loss
@@ -328,7 +326,7 @@ class PaddingFreeMixin:
         # Within our loop, `Parity` has set a method on the trainer.
         own_loop = None if "prediction_step" in vars(self) else custom_method(self, {"evaluation_loop"})
         apart = {"why_padded": OWN_LOOP.format(own_loop)} if own_loop and self.padding.settings.parity_check else {}
-        own_inputs = self._unchecked(custom_method(self, {"_prepare_inputs"}))
+        own_inputs = self._unchecked(custom_method(self, INPUT_METHODS))
         with self.padding.in_use(), temporarily_set(self.padding, **apart), observe_user_loss(self), own_inputs:
             loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)
         return loss, *self.padding.task.metrics_inputs(inputs, logits, labels)

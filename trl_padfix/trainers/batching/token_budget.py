@@ -192,7 +192,7 @@ class TokenBudget(Part):
         self, *concatenated: torch.Tensor, images: ImageCounts | None = None
     ) -> contextlib.AbstractContextManager[None]:
         """
-        A block whose forwards are run in sub-batches, if there is a budget.
+        A block of TRL's forwards, which run packed, and in sub-batches if there is a budget.
 
         Within a chunk forwards are not split again. `concatenated`: ids and mask of the forward, if the loss
         concatenates them into new tensors. `images`: images of the rows, by default the images of the running step.
@@ -202,12 +202,12 @@ class TokenBudget(Part):
                 runner.set_inputs(*concatenated)
             return contextlib.nullcontext()
         if self.budget is None or self._on_any_process(self._leaves_whole()):
-            return contextlib.nullcontext()
+            return within(unchecked=None)
         step = self.trainer.padding.running
         if not images and step is not None and isinstance(step.inputs, Mapping) and has_pixels(step.inputs):
             ids = next((batch["input_ids"] for batch in step.batches if "input_ids" in batch), None)
             images = None if ids is None else find_images(step.inputs, ids, find_pretrained(self.trainer.model).config)
-        return within(runner=self._runner(images or None))
+        return within(runner=self._runner(images or None), unchecked=None)
 
     def _runner(self, images: ImageCounts | None, parts: BatchParts | None = None) -> PartRunner:
         return PartRunner(self._splitter(), images, self._loss_checks, parts, with_head=is_sharded(self.trainer))

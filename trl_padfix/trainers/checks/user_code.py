@@ -29,6 +29,7 @@ from ..distributed import PaddingFreeTrainer
 
 
 __all__ = [
+    "INPUT_METHODS",
     "custom_batch_name", "custom_loss_name", "custom_method", "gradient_hook_name", "hook_beside_loss",
     "is_custom_collator", "module_hook_names", "observe_loss", "observe_user_loss",
     "observe_user_step", "why_padded",
@@ -36,6 +37,9 @@ __all__ = [
 
 TRUSTED = (f"{__name__.partition('.')[0]}.", "trl.", "transformers.")
 """Modules whose losses are not user code; a task says whether their reduction is known."""
+
+INPUT_METHODS = {"_prepare_inputs", "_generate_and_score_completions", "_generate", "_calculate_rewards"}
+"""Methods that a trainer calls before its `compute_loss`."""
 
 LOSS_METHODS = {
     "compute_loss", "_compute_loss", "_compute_kl_logps", "_get_last_hidden_state",
@@ -106,10 +110,8 @@ def custom_method(trainer: PaddingFreeTrainer, methods: set[str], below: bool = 
 
 def is_custom_collator(collator: object) -> bool:
     """Whether a collator is a user's: its result for a row may depend on the other rows of the batch."""
-    if inspect.isroutine(collator):
-        return not _is_trusted(collator)
-    owners = [vars(collator), *map(vars, type(collator).__mro__)]
-    calls = [owner[name] for owner in owners for name in ("__call__", "torch_call") if name in owner]
+    owners = [] if inspect.isroutine(collator) else [vars(collator), *map(vars, type(collator).__mro__)]
+    calls = [owner[name] for owner in owners for name in ("__call__", "torch_call") if name in owner] or [collator]
     return not all(map(_is_trusted, calls))
 
 
@@ -162,8 +164,8 @@ def observe_user_loss(trainer: PaddingFreeTrainer) -> contextlib.AbstractContext
 
 
 def observe_user_step(trainer: PaddingFreeTrainer) -> None:
-    """Run a step within `around_user_step`, if a method of the user may call the model outside of `compute_loss`."""
-    of_user, name = trainer.training_step, custom_method(trainer, {"training_step", "_prepare_inputs"})
+    """Run a step within `around_user_step`, if it is a user's, which may call the model outside of `compute_loss`."""
+    of_user, name = trainer.training_step, custom_method(trainer, {"training_step"})
     if getattr(of_user, "is_observed", False) or name is None:
         return
 

@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader
 from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
 from ...core.call.batch_cache import batch_cache
-from ...core.context import within
 from ..base import PARTS, PaddingFreeMixin, hook
 from ..batching.row_order import RowOrder
 from ..checks.user_code import custom_batch_name
@@ -127,8 +126,13 @@ class OnlineTrainer(PaddingFreeMixin):
             return super()._generate_single_turn(*args, **kwargs)
 
     @hook
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Any:
+        with entered(handle.disabled() for handle in self.padding.handles):  # a reward may call the policy
+            return super()._calculate_rewards(*args, **kwargs)
+
+    @hook
     def _generate_and_score_completions(self, inputs: Any) -> Any:
-        with batch_cache(), within(unchecked=None):
+        with batch_cache():
             return super()._generate_and_score_completions(inputs)
 
     @hook

@@ -104,6 +104,8 @@ class TokenCounts(Part):
         counter, padding = self.counters[step.mode], self.trainer.padding
         counter.start()
         before = copy(padding.stats)
+        # Padded forwards of `_prepare_inputs` count, too. The user may have reset the counts.
+        before.padded_forwards = min(self._counted.padded_forwards, before.padded_forwards)
         yield
         new = padding.stats - before
         self._counted = padding.stats - (before - self._counted)
