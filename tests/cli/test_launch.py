@@ -286,7 +286,7 @@ def test_a_dry_run_refuses_a_model_of_another_shape_as_the_run_does(recipe, tmp_
     with pytest.raises(SystemExit, match="0"):  # the control: it builds the model, and removes it
         main("dpo", given)
     assert not (tmp_path / "run").exists()
-    (tmp_path / "run" / "initial_model").mkdir(parents=True)
+    (tmp_path / "run" / "initial_model" / "files").mkdir(parents=True)
     with pytest.raises(ValueError, match=r"initial_model' exists, and"):
         main("dpo", given)
 

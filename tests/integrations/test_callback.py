@@ -349,8 +349,10 @@ def test_attach_adds_the_callback_and_takes_a_trainer(tmp_path):
     callback, trainer = PaddingRemovalCallback(), build_trainer(tmp_path, max_steps=1)
     with pytest.raises(TypeError, match="takes the trainer"):
         callback.attach(trainer.model)
-    with pytest.raises(TypeError, match="removes padding itself"):
-        callback.attach(build_trainer(tmp_path, padding_free_trainer(Margins)))
+    ours = build_trainer(tmp_path, padding_free_trainer(Margins), [PaddingRemovalCallback()], attach=False)
+    for start in (callback.attach, Trainer.train, Trainer.evaluate):
+        with pytest.raises(TypeError, match="removes padding itself"):
+            start(ours)
     for given in (PaddingRemovalCallback(), callback, callback):  # the first is one of a cell that runs again
         given.attach(trainer)
     trainer.train()

@@ -55,6 +55,7 @@ def build(folder):
 
 
 def test_it_is_built_once_and_taken_again(tmp_path):
+    (tmp_path / "model").mkdir()  # by `tempfile.mkdtemp`
     built = built_once(tmp_path / "model", {"layers": 1, "sizes": (1, 2)}, build)
     assert built == str(tmp_path / "model")
     assert (tmp_path / "model" / "model.safetensors").exists()

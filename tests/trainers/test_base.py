@@ -221,9 +221,7 @@ def test_a_subclass_of_trls_trainer_trains_as_a_subclass_of_ours(kind, makers, m
         make.train(make.method.plain, kinds[0], max_steps=1)
 
 
-class OwnStep:
-    """A step whose loss reads padding, outside of `compute_loss`, which it may call, too."""
-
+class OwnStep:  # its loss reads padding, outside of `compute_loss`, which it may call, too
     def training_step(self, model, inputs, *args):
         outputs = model(**self._prepare_inputs(inputs))
         loss = self.compute_loss(model, inputs) if self.calls_loss else outputs["loss"]

@@ -48,7 +48,7 @@ CHAT = [{"role": "user", "content": "a"}]
             r"Row 1 .* has 5 as 'prompt'\. TRL reads only texts, or only lists of mess",
         ),
         ([("prompt", [CHAT])], r"Row 0 .* has \[\[{'content': 'a'"),
-        ([("messages", "[]")], r"has '\[\]' as 'messages'\. TRL reads lists of messages .*, not their JSON"),
+        ([("messages", "[]")], r"has '\[\]' as 'messages'\. TRL reads lists of .*, not their JSON, and keys 'from'"),
         ([("conversations", CHAT)], r"as 'conversations'\. TRL reads lists of messages \(\[{'from'"),
         ([("label", "good")], r"has 'good' as 'label'\. TRL reads true or false"),
     ],

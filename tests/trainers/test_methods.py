@@ -148,9 +148,7 @@ class Advantages:  # an inner method of a user's: in units of the largest advant
         return super()._compute_loss(model, inputs | {"advantages": inputs["advantages"] / inputs["advantages"].max()})
 
 
-class Clipped:
-    """The step of a user: the gradient is clamped after each micro-batch."""
-
+class Clipped:  # the step of a user: the gradient is clamped after each micro-batch
     def training_step(self, model, *args, **kwargs):
         loss = super().training_step(model, *args, **kwargs)
         torch.nn.utils.clip_grad_value_(model.parameters(), 1e-2)

@@ -20,7 +20,7 @@ import torch
 from accelerate.logging import get_logger
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, extract_model_from_parallel, reduce
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
 from ..core.anatomy import find_decoder, find_pretrained
 from ..core.call.batch_cache import batch_cache
@@ -32,7 +32,7 @@ from ..core.parity.report import ParityError, ParityReport
 from ..core.remove import remove_padding
 from ..core.switch import is_off
 from ..trainers.checks.user_code import custom_loss_name, custom_method, why_padded
-from ..trainers.distributed import check_launch, models_of, splitting_parallelism
+from ..trainers.distributed import PaddingRemover, check_launch, models_of, splitting_parallelism
 from ..trainers.messages import say
 from ..trainers.metrics.token_counts import NO_MASK, TokenCounter, report_of
 from ..trainers.parts.metrics_parity import MetricsParity
@@ -131,7 +131,7 @@ class _Run:
     counted: PaddingStats = field(default_factory=PaddingStats)
 
 
-class PaddingRemovalCallback(TrainerCallback):
+class PaddingRemovalCallback(PaddingRemover):
     """
     Removes padding while any [`~transformers.Trainer`] trains.
 
@@ -353,9 +353,7 @@ class PaddingRemovalCallback(TrainerCallback):
 
     # -- events
 
-    def on_train_begin(
-        self, args: Any, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         self._state = state
         if self._run is not None and self._run.phase != ATTACHED:  # the last training raised an error: it had no end
             self.remove()

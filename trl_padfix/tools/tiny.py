@@ -130,7 +130,7 @@ def built_once(directory: str | Path, built_from: dict[str, Any], build: Callabl
     directory, text = Path(directory), json.dumps(built_from, indent=2) + "\n"
     # As with `use_cpu=True`. Otherwise, on a machine without a GPU, accelerate counts one process.
     with PartialState(cpu=not torch.accelerator.is_available()).main_process_first():
-        if not directory.exists():
+        if not any(directory.glob("*")):  # also a folder that `tempfile.mkdtemp` has made
             write_whole_folder(directory, lambda beside: (build(beside), (beside / RECORD).write_text(text)))
     record = directory / RECORD
     if not record.exists() or record.read_text() != text:

@@ -44,7 +44,7 @@ from .batching.row_order import RowOrder
 from .batching.token_budget import TokenBudget
 from .checks.arguments import check_arguments
 from .checks.user_code import INPUT_METHODS, custom_method, observe_loss, observe_user_loss, observe_user_step
-from .distributed import models_of
+from .distributed import PaddingRemover, models_of
 from .metrics.token_counts import TokenCounts
 from .parts.attention_choice import AttentionChoice
 from .parts.context_parallel import ContextParallel
@@ -252,8 +252,12 @@ class PaddingFreeMixin:
         """A block in which TRL makes a data loader: every training and evaluation begins with one."""
         given, now = vars(self.padding.settings), vars(Settings.of(self.args, **self.fixed_settings))
         if late := [f"`{name}={now[name]}`" for name in given if now[name] != given[name]]:
-            by = f" by {OFF}" if is_off() else ""
-            raise ValueError(f"Changed{by} after this trainer was made: {', '.join(late)}. Make a new one.")
+            raise ValueError(
+                f"Changed after this trainer was made (perhaps by {OFF}): {', '.join(late)}. Make a new one."
+            )
+        callbacks = self.callback_handler.callbacks if self.padding.settings.padding_free else ()
+        if any(isinstance(callback, PaddingRemover) for callback in callbacks):
+            raise TypeError(f"{type(self).__name__} removes padding itself. Leave the callback out.")
         with self.padding.in_use():
             self._follow_models()  # after `model_init`; data loaders read the handle of the model
             if is_training and self.padding.settings.changed:

@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, gather, gather_object
 from torch import nn
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 
 from ..core.context import temporarily_set
 from ..core.errors import PaddingRemovalError
@@ -18,9 +18,9 @@ from ..core.model.views import config_of
 
 
 __all__ = [
-    "PaddingFreeTrainer", "check_launch", "data_replicas", "datasets_of", "has_static_graph", "is_fsdp2", "is_sharded",
-    "is_zero", "local_metrics_only", "max_over_processes", "models_of", "named_models_of", "on_any_process",
-    "raise_on_all", "splitting_parallelism", "step_on_prepared", "sync_gradients_in_last", "trains_on_images",
+    "PaddingFreeTrainer", "PaddingRemover", "check_launch", "data_replicas", "datasets_of", "has_static_graph",
+    "is_fsdp2", "is_sharded", "is_zero", "local_metrics_only", "max_over_processes", "models_of", "named_models_of",
+    "on_any_process", "raise_on_all", "splitting_parallelism", "step_on_prepared", "sync_gradients_in_last",
 ]  # fmt: skip
 
 
@@ -30,6 +30,10 @@ class PaddingFreeTrainer(Trainer):
     accelerator: Any  # many attributes are optional: only the parallelism that needs them sets them
     padding: Any  # [`Padding`], whose parts read the trainer
     around_user_step: Any
+
+
+class PaddingRemover(TrainerCallback):
+    """A callback that does for other trainers what ours do themselves."""
 
 
 def named_models_of(trainer: PaddingFreeTrainer) -> dict[str, Any]:
@@ -49,11 +53,6 @@ def datasets_of(trainer: PaddingFreeTrainer) -> dict[str, Any]:
     """The datasets of a trainer by name, without those that are `None`."""
     evaluated = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"eval": trainer.eval_dataset}
     return {name: d for name, d in {"train": trainer.train_dataset, **evaluated}.items() if d is not None}
-
-
-def trains_on_images(trainer: PaddingFreeTrainer) -> bool | None:
-    """Whether TRL's trainer has found images in its dataset; `None` for trainers that do not look for them."""
-    return getattr(trainer, "_is_vision_dataset", None)
 
 
 def check_launch(trainer: PaddingFreeTrainer) -> None:

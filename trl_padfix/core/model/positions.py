@@ -136,9 +136,7 @@ class PackedMask:
     def to(self, *args: Any, **kwargs: Any) -> PackedMask:
         return self  # MPT casts its mask to a dtype
 
-    @property
-    def ndim(self) -> int:
-        return 0  # Falcon would add ALiBi to a mask of four dimensions
+    ndim = 0  # Falcon would add ALiBi to a mask of four dimensions
 
 
 def describe_mask(

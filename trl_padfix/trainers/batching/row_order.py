@@ -23,7 +23,7 @@ from transformers import TrainingArguments
 
 from ...core.anatomy import find_pretrained
 from ..checks.user_code import custom_batch_name, custom_method, is_custom_collator
-from ..distributed import data_replicas, max_over_processes, trains_on_images
+from ..distributed import data_replicas, max_over_processes
 from ..parts.part import Part
 from .bin_packing import RowCosts, dataset_costs, partition_equal_rows
 
@@ -129,7 +129,7 @@ class RowOrder(Part):
     def attach(self) -> None:
         if not self.settings.group_by_prefix:
             return
-        if trains_on_images(self.trainer):
+        if getattr(self.trainer, "_is_vision_dataset", None):  # `None` for trainers that do not look for images
             raise ValueError(
                 "`group_by_prefix=True` compares the tokens of all rows before the first step, and a dataset with "
                 "images is tokenized batch by batch. Leave it out."

@@ -19,7 +19,7 @@ CHATS = "lists of messages ([{'role': ..., 'content': ...}])"
 
 READ = {
     **dict.fromkeys(("chosen", "completion", "prompt", "rejected", "text"), f"only texts, or only {CHATS}"),
-    "messages": f"{CHATS}, not their JSON",
+    "messages": f"{CHATS}, not their JSON, and keys 'from' and 'value' only in a column 'conversations'",
     "conversations": "lists of messages ([{'from': ..., 'value': ...}])",
     "label": "true or false",
 }

@@ -115,8 +115,7 @@ class TokenCounts(Part):
 
     def _warn_if_unpacked(self) -> None:
         """Say once that no forward has been packed so far, or since the padding removal was detached by hand."""
-        padding = self.trainer.padding
-        handle = padding.handle
+        padding, handle = self.trainer.padding, self.trainer.padding.handle
         if handle is None or handle in context().disabled or not self.settings.padding_free:
             return
         # A packed row of a single sequence has no padding and is not packed again.
