@@ -38,8 +38,9 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
             rounding. Works with streaming, images and any collator. A model that cannot be packed raises an error.
         prefix_sharing (`bool` or `"auto"`, *optional*, defaults to `False`):
             Compute the shared beginning of rows once, for example the prompt of a pair. `True` and `'auto'` share if
-            this saves at least about 1 in 64 tokens of a batch. `True` also warns (`strict`: stops) if
-            something, such as NEFTune, prevents sharing. Prefer `'auto'`. Needs `padding_free`.
+            this saves at least about 1 in 64 tokens of a batch. Where
+            something prevents sharing, such as NEFTune, only `True` warns (`strict`: stops). Prefer `'auto'`. Needs
+            `padding_free`.
         padding_side (`str`, *optional*):
             Side on which the collator pads. Default: the tokenizer's side, but `'right'` for recurrent models,
             prompt tuning and p-tuning.
