@@ -77,6 +77,7 @@ REFUSED_VALUES = [  # function, arguments, message
     (pack, (torch.zeros(24), padding_free_layout(MASK)), r"shape \(24,\)"),
     (unpack, (torch.zeros(1, 15), padding_free_layout(MASK)), r"shape \(1, 15\) with a layout of 16 packed tokens"),
     (unpack, (torch.zeros(16), padding_free_layout(MASK)), r"shape \(16,\)"),
+    *((f, (padding_free_layout(MASK), MASK), "`x` must be a `Tensor`, got `Layout`") for f in (pack, unpack)),
 ]
 
 
@@ -90,7 +91,7 @@ def test_masks_that_do_not_say_which_tokens_are_real_are_refused():
 
 def test_what_does_not_fit_together_is_refused():
     for function, values, message in REFUSED_VALUES:
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises((TypeError, ValueError), match=message):
             function(*values)
 
 

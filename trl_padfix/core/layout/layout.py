@@ -25,6 +25,8 @@ from typing import Any, TypeVar
 import torch
 from typing_extensions import Self
 
+from ..errors import require
+
 
 __all__ = [
     "Layout", "SegmentLengths", "cu_seqlens_of", "move_maps", "pack", "packed_length",
@@ -366,6 +368,7 @@ def pack(x: torch.Tensor, layout: Layout) -> torch.Tensor:
     Raises:
         ValueError: If `x` does not have the layout's `(B, L)`.
     """
+    require(torch.Tensor, x=x)
     if tuple(x.shape[:2]) != layout.batch_shape:
         raise ValueError(f"Cannot pack values of shape {tuple(x.shape)} with a layout of {layout.batch_shape}.")
     return x.flatten(0, 1).index_select(0, layout.packed_index).unsqueeze(0)
@@ -390,6 +393,7 @@ def unpack(x: torch.Tensor, layout: Layout) -> torch.Tensor:
     Raises:
         ValueError: If `x` does not have the layout's `(1, T)`.
     """
+    require(torch.Tensor, x=x)
     if tuple(x.shape[:2]) != (1, layout.packed_tokens):
         raise ValueError(
             f"Cannot unpack values of shape {tuple(x.shape)} with a layout of {layout.packed_tokens} packed tokens."

@@ -144,7 +144,7 @@ class TokenBudget(Part):
         if name := custom_loss_name(trainer) or custom_method(trainer, {"training_step"}, below=True):
             return f"`{name}` may compare rows"
         if type(trainer.padding.task).chunk_weight is Task.chunk_weight:
-            return f"TRL's loss of {type(trainer).__name__} may compare rows"
+            return f"the loss of {type(trainer).__name__} may compare rows"
         if trainer.padding.task.balances_experts():
             return "the load of experts is balanced over all rows"
         # A hook in a backward (one that clamps gradients) must get the gradient of the whole batch: one backward.

@@ -181,8 +181,7 @@ def gradient_hook_name(trainer: PaddingFreeTrainer) -> str | None:
     Such code is a hook of a parameter (`register_hook`, `register_post_accumulate_grad_hook`), or an optimizer that
     steps in such hooks. Whether a hook is linear in the gradient is unknown, and a step of an optimizer is not.
     """
-    optimizer = OptimizerNames(trainer.args.optim).value
-    if "layerwise" in optimizer:
+    if "layerwise" in (optimizer := OptimizerNames(trainer.args.optim).value):
         return f"optim={optimizer!r}"
     for name, parameter in trainer.model.named_parameters():
         if "_in_backward_optimizers" in vars(parameter):

@@ -64,15 +64,15 @@ def padding_free_trainer(trainer_class: type[T], *, task_class: type[Task] | Non
     ```
     """
     if not (isinstance(trainer_class, type) and issubclass(trainer_class, Trainer)):
-        given = trainer_class if isinstance(trainer_class, type) else type(trainer_class)
+        given = getattr(trainer_class, "__name__", f"a `{type(trainer_class).__name__}` object")
         raise TypeError(
-            "`padding_free_trainer` takes a class: `transformers.Trainer`, one of TRL's trainers or your own. "
-            f"It got {given.__name__}. For a model there is `remove_padding(model)`."
+            f"`padding_free_trainer` takes a class, such as `transformers.Trainer` or your own; it got {given}. For a "
+            "trainer there is `PaddingRemovalCallback().attach(trainer)`, for a model `remove_padding(model)`."
         )
     if unknown := sorted(settings.keys() - set(ANY_TRAINERS)):
         raise TypeError(
-            f"`padding_free_trainer` has no settings {unknown}; it has {list(ANY_TRAINERS)}. Set other "
-            "fields in the configuration of the trainer."
+            f"`padding_free_trainer` has no settings {unknown}; it has {list(ANY_TRAINERS)}. For other "
+            "fields, pass one of our configurations as `args`, such as `SFTConfig(padding_free=True, ...)`."
         )
     trainer_class = vars(trainer_class).get("made_from", trainer_class)  # a notebook's cell may run again
     if issubclass(trainer_class, PaddingFreeMixin):

@@ -338,7 +338,7 @@ def compare(
         dtype, model = precision_in(trainer, model), model if sharded else unwrapped(model)
         report = check_parity(model, inputs, dtype=dtype, gradients=trains)
         reports.append(report)
-        if not report.compared:
+        if not (report.compared and report.has_mask):
             logger.warning(str(report))
         handle = PaddingRemoval.of(model)
         if report.ok and report.fault and handle is not None:
@@ -365,7 +365,7 @@ def print_reports(trainer: PaddingFreeTrainer, reports: list[ParityReport]) -> N
     models = named_models_of(trainer)
     for i, (role, model) in enumerate(models.items()):
         # `compare` appends one report per model and batch, so every `len(models)`-th report is of model `i`.
-        compared = [report for report in reports[i :: len(models)] if report.compared]
+        compared = [report for report in reports[i :: len(models)] if report.compared and report.has_mask]
         if compared and trainer.accelerator.is_local_main_process:
             pretrained = find_pretrained(model)
             name = Path(pretrained.config.name_or_path or "").name or type(pretrained).__name__
