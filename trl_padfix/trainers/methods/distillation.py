@@ -46,7 +46,8 @@ class DistillationTrainer(OnlineTrainer, trl.DistillationTrainer):
 
     Raises:
         PaddingRemovalError, ParityError: As [`DPOTrainer`], for one of the models.
-        ValueError: For a missing teacher, and a missing `prompt` column.
+        ValueError: For a missing teacher.
+        KeyError: TRL's, for a missing `prompt` column.
 
     Example:
 

@@ -63,7 +63,7 @@ class DPOTrainer(PaddingFreeMixin, trl.DPOTrainer):
     Raises:
         PaddingRemovalError: If padding cannot be removed from the model with exact results.
         ParityError: On the first batches, if packed results of a model are wrong.
-        ValueError: For unusable input: missing columns, no pad token.
+        ValueError, KeyError: TRL's, for missing columns, and no pad token.
 
     Example:
 

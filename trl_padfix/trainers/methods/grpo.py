@@ -64,7 +64,7 @@ class GRPOTrainer(OnlineTrainer, trl.GRPOTrainer):
     Raises:
         PaddingRemovalError: If padding cannot be removed from the model with exact results.
         ParityError: On the first batches, if packed results of a model are wrong.
-        ValueError: For a missing `prompt` column.
+        KeyError: TRL's, for a missing `prompt` column.
 
     Example:
 

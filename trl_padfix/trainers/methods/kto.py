@@ -144,7 +144,7 @@ class KTOTrainer(PaddingFreeMixin, trl.KTOTrainer):
 
     Raises:
         PaddingRemovalError, ParityError: As [`DPOTrainer`].
-        ValueError: For missing columns, and no pad token.
+        ValueError, KeyError: TRL's, for missing columns, and no pad token.
 
     Example:
 

@@ -56,7 +56,8 @@ class RewardTrainer(PaddingFreeMixin, trl.RewardTrainer):
 
     Raises:
         PaddingRemovalError, ParityError: As [`DPOTrainer`].
-        ValueError: For missing columns, and a model with a language-modeling head.
+        ValueError: For a model with a language-modeling head.
+        KeyError: TRL's, for missing columns.
 
     Example:
 

@@ -33,7 +33,7 @@ class RLOOTrainer(OnlineTrainer, trl.RLOOTrainer):
 
     Raises:
         PaddingRemovalError, ParityError: As [`DPOTrainer`].
-        ValueError: For a missing `prompt` column.
+        KeyError: TRL's, for a missing `prompt` column.
 
     Example:
 

@@ -103,8 +103,7 @@ class SFTTrainer(PaddingFreeMixin, trl.SFTTrainer):
 
     Raises:
         PaddingRemovalError, ParityError: As [`DPOTrainer`].
-        ValueError: For input that cannot be trained on as intended: missing columns, no chat template, no row with a
-            token to train on, no pad token.
+        ValueError, KeyError: TRL's, for missing columns, no chat template, and no pad token.
 
     Example:
 
